@@ -1,0 +1,114 @@
+"""Between the event loop and the engine thread: what the edge needs of an engine, and the way its deltas come back.
+
+The engine hands each delta to ``Request.emit`` on its own thread; :class:`DeltaStream` moves it onto the event loop,
+where a route reads it. Nothing here waits for the engine, and the engine never waits for a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from engine.request import Delta, FinishReason, Request, RequestStats, StepStats
+
+
+class ScheduleInfo(Protocol):
+    """What the edge shows of a schedule."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def budget(self) -> int: ...
+
+
+class Observer(Protocol):
+    """Who is told of counts; both are called on the engine thread."""
+
+    def on_step(self, steps: list[StepStats], /) -> None: ...
+    def on_finish(self, stats: RequestStats, reason: FinishReason, /) -> None: ...
+
+
+class Engine(Protocol):
+    """The engine as the edge sees it; see :class:`engine.engine.Engine`."""
+
+    @property
+    def schedules(self) -> Mapping[str, ScheduleInfo]: ...
+    @property
+    def default_schedule(self) -> str: ...
+    @property
+    def drafter_names(self) -> Sequence[str]: ...
+    @property
+    def model_id(self) -> str: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_waiting(self) -> int: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+
+    def start(self) -> None: ...
+    def stop(self, *, drain_s: float = 0.0) -> None: ...
+    def submit(self, request: Request, /) -> None: ...
+    def abort(self, request_id: str, /) -> None: ...
+    def health(self) -> str: ...
+    def subscribe(self, observer: Any, /) -> None: ...
+
+
+class DeltaStream:
+    """The deltas of the one or more engine requests behind one HTTP call, in the order they were emitted.
+
+    Iterate to get ``(index, delta)``, where ``index`` counts the submitted requests; the iteration ends when each of
+    them had its last delta. Always :meth:`close` it: that aborts whatever has not ended.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        """Must be called on the event loop that will read the deltas."""
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Delta] = asyncio.Queue()
+        self._index: dict[str, int] = {}  # by request id
+        self._open: set[str] = set()  # ids that had no last delta yet
+
+    def submit(self, request: Request) -> None:
+        """Hand one request, built with ``emit=stream.emit``, to the engine. Raises what ``Engine.submit`` raises."""
+        # Booked first: the engine thread may emit before submit returns.
+        self._index[request.id] = len(self._index)
+        self._open.add(request.id)
+        try:
+            self._engine.submit(request)
+        except BaseException:
+            self._open.discard(request.id)
+            raise
+
+    def emit(self, delta: Delta) -> None:
+        """Receive a delta on the engine thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, delta)
+        except RuntimeError:  # the event loop is closed: the server is gone and so is the reader
+            pass
+
+    def close(self) -> None:
+        """Abort the requests that have not ended. Safe to call twice, from the event loop."""
+        unfinished, self._open = self._open, set()
+        for request_id in unfinished:
+            self._engine.abort(request_id)
+
+    def __aiter__(self) -> DeltaStream:
+        return self
+
+    async def __anext__(self) -> tuple[int, Delta]:
+        if not self._open:
+            raise StopAsyncIteration
+        delta = await self._queue.get()
+        if delta.finish_reason is not None:
+            self._open.discard(delta.request_id)
+        return self._index[delta.request_id], delta

@@ -1,0 +1,20 @@
+"""``graftserve config``: what the server would run with, as a file it could be started from."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+
+from app.commands.options import takes_settings
+from app.config import Settings
+
+
+@takes_settings
+def config(settings: Settings) -> None:
+    """Print the settings as resolved from command line, environment and file, in TOML."""
+    for name, value in settings.model_dump(mode="json").items():
+        if value is None and Settings.model_fields[name].default is not None:
+            value = "none"  # turned off, where leaving it out would mean the default
+        # TOML has no null; JSON's strings, numbers and booleans are TOML's.
+        typer.echo(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}")

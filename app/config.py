@@ -1,0 +1,132 @@
+"""Everything that can be set, read once: command line over environment over file over default.
+
+A key nobody knows is an error in each of the three, since a misspelled option that is silently ignored is found only in
+production. The object is frozen: what is chosen automatically later on is recorded elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+
+ENV_PREFIX = "GRAFTSERVE_"
+EMBEDDED = "embedded"  # the default target, which an installed wheel brings along
+CONFIG_VARIABLE = "GRAFTSERVE_CONFIG"  # names the file; not itself a setting
+CACHE_VARIABLE = "GRAFTSERVE_CACHE"  # folder of converted models, read by models.embedded; not a setting either
+
+
+class Settings(BaseSettings):
+    """The service's settings. Build with :func:`load_settings`, or directly from keywords in tests."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    target: str = Field(
+        default=EMBEDDED, min_length=1, description="Target model: 'embedded', a folder or a hub id."
+    )
+    small: str | None = Field(
+        default="ngram", description="Small drafter: 'ngram', a folder, a hub id, or 'truncated:FIRST+LAST' layers."
+    )
+    medium: str | None = Field(
+        default="truncated",
+        description="Medium drafter: a folder, a hub id, or 'truncated[:FIRST+LAST]' layers of the target; none: no drafter.",
+    )
+    plan: str = Field(
+        default="MSM", pattern=r"^[SM]+\.*$", description="Who drafts at each step of 'treegraft': a word of S and M."
+    )
+    schedule: str | None = Field(
+        default=None, description="Schedule of requests that name none; none: chosen by the drafters."
+    )
+    budget: int | None = Field(
+        default=None, ge=1, description="Nodes verified per step, root included; none: 8 on a CPU, 32 on an accelerator."
+    )
+    weights: Literal["auto", "fp16", "fp32", "bf16"] = Field(
+        default="auto", description="Number format of the weights."
+    )
+    device: str = Field(
+        default="auto", min_length=1, description="Torch device of all models; auto: a GPU if there is one."
+    )
+    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
+    max_num_seqs: int = Field(default=8, ge=1, description="Sequences decoded at the same time.")
+    max_waiting: int = Field(
+        default=64, ge=1, description="Requests that may wait for a place; more are refused with 429."
+    )
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="Longest prompt plus answer, in tokens; none: the model's."
+    )
+    kv_rows: int | None = Field(
+        default=None, ge=2, description="Rows of the key-value pool; none: sized to the limits."
+    )
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="Model name in the API; none: the target's own."
+    )
+    prefill_chunk: int = Field(default=256, ge=1, description="Prompt tokens processed per step and sequence.")
+    stall_s: float = Field(
+        default=30.0, gt=0, allow_inf_nan=False, description="Seconds without a step that make /health 503."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Lowest level that is logged."
+    )
+
+    @field_validator("small", "medium", mode="before")
+    @classmethod
+    def _no_drafter(cls, value: Any) -> Any:
+        # TOML and the environment cannot say None.
+        return None if value in ("none", "") else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Keywords (the command line), then the environment, then the TOML file; no dotenv, no secrets."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def load_settings(file: Path | None = None, overrides: Mapping[str, Any] | None = None) -> Settings:
+    """Read the settings.
+
+    ``file`` is a TOML file (none: the one named by ``GRAFTSERVE_CONFIG``, if any); ``overrides`` are values from the
+    command line, where ``None`` means *not given*. Raises ValueError (pydantic's included) that names key and value,
+    and FileNotFoundError for a file that is not there.
+    """
+    if file is None and os.environ.get(CONFIG_VARIABLE):
+        file = Path(os.environ[CONFIG_VARIABLE])
+    if file is not None:
+        _check_file(file)
+    _check_environment(os.environ)
+
+    class FromFile(Settings):
+        model_config = SettingsConfigDict(toml_file=file)
+
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    return FromFile(**given)
+
+
+def _check_file(file: Path) -> None:
+    """Say what is wrong with the file before pydantic does, which passes over a missing file in silence."""
+    with file.open("rb") as stream:
+        try:
+            keys = tomllib.load(stream)
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{file} is not a TOML file: {error}") from error
+    unknown = sorted(set(keys) - set(Settings.model_fields))
+    if unknown:
+        raise ValueError(f"{file}: unknown key {unknown[0]!r}; known keys: {', '.join(Settings.model_fields)}")
+
+
+def _check_environment(environment: Mapping[str, str]) -> None:
+    known = {ENV_PREFIX + name.upper() for name in Settings.model_fields} | {CONFIG_VARIABLE, CACHE_VARIABLE}
+    for name in sorted(environment):
+        if name.upper().startswith(ENV_PREFIX) and name.upper() not in known:
+            raise ValueError(f"unknown environment variable {name}; known ones: {', '.join(sorted(known))}")

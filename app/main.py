@@ -1,0 +1,125 @@
+"""The application object: routes, error answers, and a lifespan that loads the models while the server already answers.
+
+    app = create_app(load, settings)      # load() -> LoadedEngine, run in a thread when the server starts
+    uvicorn.Server(uvicorn.Config(app)).run()
+
+Until ``load`` has returned, /health is 503 ``loading`` and the API answers 503. If it raises, ``app.state.failure`` is
+the exception and ``on_failure`` is called with it; the caller stops the server there and exits with a status above 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from anyio import to_thread
+from fastapi import FastAPI
+
+from app.config import Settings
+from app.errors import HANDLED, answer_error
+from app.metrics import Metrics
+from app.middleware import Edge
+from app.routes import chat, completions, ops
+from app.serving import LoadedEngine, Serving
+from app.version import version
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+def create_app(
+    load: Callable[[], LoadedEngine],
+    settings: Settings,
+    *,
+    on_failure: Callable[[BaseException], None] | None = None,
+) -> FastAPI:
+    """The service as an ASGI application.
+
+    Args:
+        load: builds the engine (not started) and the tokenizer; called once, in a thread of its own.
+        settings: read for the model's name in the API.
+        on_failure: called on the event loop if ``load`` raises, e.g. to set ``server.should_exit``.
+    """
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(_become_ready(app, load, settings, metrics, on_failure))
+        try:
+            yield
+        finally:
+            loading.cancel()  # the thread cannot be stopped, but nobody waits for it
+            await asyncio.gather(loading, return_exceptions=True)
+            serving: Serving | None = app.state.serving
+            if serving is not None:
+                await to_thread.run_sync(serving.engine.stop)
+
+    app = FastAPI(title="graftserve", version=version(), lifespan=lifespan)
+    app.state.serving = None
+    app.state.failure = None
+    app.state.metrics = metrics
+    for handled in HANDLED:
+        app.add_exception_handler(handled, answer_error)
+    app.add_middleware(Edge, metrics=metrics)
+    for routes in (completions, chat, ops):
+        app.include_router(routes.router)
+    return app
+
+
+async def _become_ready(
+    app: FastAPI,
+    load: Callable[[], LoadedEngine],
+    settings: Settings,
+    metrics: Metrics,
+    on_failure: Callable[[BaseException], None] | None,
+) -> None:
+    try:
+        loaded = await _in_own_thread(load)
+        engine = loaded.engine
+        metrics.attach(engine)
+        engine.subscribe(metrics)
+        engine.start()
+    except Exception as error:
+        app.state.failure = error
+        _log.error("the model could not be loaded: %s", error)
+        if on_failure is not None:
+            on_failure(error)
+        return
+    name = settings.served_model_name or engine.model_id
+    app.state.serving = Serving(engine, loaded.tokenizer, metrics, model=name, created=int(time.time()))
+    _log.info("serving %s", name)
+
+
+async def _in_own_thread(work: Callable[[], T]) -> T:
+    """Run ``work`` in a daemon thread: unlike a pool's, it does not keep alive a process whose server has stopped."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def deliver(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(result)  # type: ignore[arg-type]
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:  # SystemExit and the like would end only this thread, unseen
+            error = RuntimeError(f"loading ended with {type(raised).__name__}: {raised}")
+        try:
+            loop.call_soon_threadsafe(deliver, result, error)
+        except RuntimeError:  # the server stopped and closed its loop
+            pass
+
+    threading.Thread(target=run, name="load-models", daemon=True).start()
+    return await done

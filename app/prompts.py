@@ -1,0 +1,109 @@
+"""From the prompt of a body to token ids, and whether they fit the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from anyio import to_thread
+from jinja2 import TemplateError
+
+from app.errors import shorten
+from app.protocol import Message, Prompt
+from engine.request import RequestError
+
+_INLINE_CHARS = 8192  # tokenized on the event loop up to here (about a millisecond), in a thread beyond
+
+
+class Tokenizer(Protocol):
+    """What the edge needs of a ``transformers`` tokenizer."""
+
+    chat_template: Any
+
+    def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
+    def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
+
+
+async def completion_prompts(tokenizer: Tokenizer, prompt: Prompt, *, vocab_size: int) -> list[tuple[int, ...]]:
+    """Token ids of each prompt, none of them empty. Raises RequestError with param ``prompt``."""
+    if isinstance(prompt, str):
+        return [_refuse_empty(await _encode(tokenizer, prompt))]
+    if isinstance(prompt[0], int):
+        return [_check_ids(prompt, vocab_size)]
+    prompts = []
+    for item in prompt:
+        ids = await _encode(tokenizer, item) if isinstance(item, str) else _check_ids(item, vocab_size)
+        prompts.append(_refuse_empty(ids))
+    return prompts
+
+
+async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Token ids of a conversation, ready for the assistant's next turn. Raises RequestError with param ``messages``."""
+    if not tokenizer.chat_template:
+        raise RequestError(
+            "This model's tokenizer has no chat template. Use /v1/completions, or serve a model folder that holds a "
+            "chat_template.jinja file.",
+            param="messages",
+            code="no_chat_template",
+        )
+    # Templates of open models know "system" and not its newer name.
+    turns = [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in messages]
+
+    def encode() -> tuple[int, ...]:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        # The template has written the special tokens itself.
+        return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+    try:
+        if sum(len(turn["content"]) for turn in turns) <= _INLINE_CHARS:
+            ids = encode()
+        else:
+            ids = await to_thread.run_sync(encode)
+    except TemplateError as error:
+        message = f"The model's chat template refused the messages: {shorten(str(error))}"
+        raise RequestError(message, param="messages") from error
+    return _refuse_empty(ids, "messages")
+
+
+def fit(
+    prompt: Sequence[int], *, param: str, limit: tuple[str, int] | None, default: int | None, max_model_len: int
+) -> int | None:
+    """How many tokens the answer may have: the explicit ``limit``, else ``default`` cut to the room (None: all of it).
+
+    Raises RequestError (``context_length_exceeded``) if the prompt leaves no room for a token, or if the explicit limit
+    does not fit behind it.
+    """
+    known = f"This model's context holds {max_model_len} tokens"
+    room = max_model_len - len(prompt)
+    if room < 1:
+        message = f"{known}; the prompt has {len(prompt)}, and an answer needs at least one more."
+        raise RequestError(message, param=param, code="context_length_exceeded")
+    if limit is None:
+        return default if default is None else min(default, room)
+    name, asked = limit
+    if asked > room:
+        message = f"{known}; {len(prompt)} of the prompt and {asked} of the answer ({name}) are {len(prompt) + asked}."
+        raise RequestError(message, param=name, code="context_length_exceeded")
+    return asked
+
+
+async def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    if len(text) <= _INLINE_CHARS:
+        return tuple(tokenizer.encode(text))
+    return tuple(await to_thread.run_sync(tokenizer.encode, text))
+
+
+def _check_ids(ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+    # min and max, not a loop: a body may hold a million ids.
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        message = f"Token id {shorten(hex(wrong) if abs(wrong) >= 2**63 else str(wrong))} is not in the vocabulary"
+        raise RequestError(f"{message} (0 to {vocab_size - 1}).", param="prompt")
+    return tuple(ids)
+
+
+def _refuse_empty(ids: tuple[int, ...], param: str = "prompt") -> tuple[int, ...]:
+    if not ids:
+        message = "The prompt holds no token, and this model's tokenizer adds no start token."
+        raise RequestError(message, param=param)
+    return ids

@@ -1,0 +1,76 @@
+"""The numbers of a finished request as the API shows them.
+
+``speculative_decoding`` has the names of vLLM's object, which load tools read: *accepted* leaves out the token the
+target adds itself, mean acceptance length includes it, and a step counts only if it verified drafted nodes. In a tree
+*draft tokens* are the nodes sent to verification, most of which are alternatives to each other, so the rate is lower
+than a chain's at the same speed. ``graft`` holds what that shape has no place for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.request import DrafterCount, RequestStats
+
+
+def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+    """The ``usage`` object; output tokens are those delivered, an end token included."""
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
+
+
+def answer_metrics(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
+    """The ``metrics`` object of one answer: sums over its engine requests, which share schedule and ``budget``."""
+    return {"speculative_decoding": _speculative_decoding(stats, budget), "graft": _graft(stats, budget)}
+
+
+def _speculative_decoding(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
+    accepted = [count for one in stats for count in one.accepted]
+    drafted = [count for one in stats for count in one.drafted]
+    num_spec_tokens = max([budget - 1, *drafted])
+    by_length: dict[int, list[int]] = {}
+    for length, kept in zip(drafted, accepted, strict=True):
+        by_length.setdefault(length, [0] * (length + 1))[kept] += 1
+    return {
+        "mean_acceptance_length": 1 + sum(accepted) / len(accepted) if accepted else None,
+        "draft_acceptance_rate": sum(accepted) / sum(drafted) if sum(drafted) else None,
+        "acceptance_histogram": [accepted.count(kept) for kept in range(num_spec_tokens + 1)],
+        "acceptance_histogram_by_draft_length": {str(length): by_length[length] for length in sorted(by_length)},
+        "num_spec_steps": sum(one.num_spec_steps for one in stats),
+        "num_accepted_draft_tokens": sum(accepted),
+        "num_draft_tokens": sum(drafted),
+        "num_spec_tokens": num_spec_tokens,
+        "per_step_accepted": accepted,
+        "per_step_drafted": drafted,
+    }
+
+
+def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
+    drafters: dict[str, DrafterCount] = {}
+    halts: dict[str, str] = {}
+    for one in stats:
+        halts.update(one.halts)
+        for name, count in one.drafters.items():
+            total = drafters.setdefault(name, DrafterCount())
+            total.drafted += count.drafted
+            total.accepted += count.accepted
+            total.forwards += count.forwards
+    return {
+        "schedule": stats[0].schedule,
+        "budget": budget,
+        "drafters": {
+            name: {"drafted": count.drafted, "accepted": count.accepted, "forwards": count.forwards}
+            for name, count in drafters.items()
+        },
+        "num_grafts": sum(one.num_grafts for one in stats),
+        "num_verified_nodes": sum(one.num_verified_nodes for one in stats),
+        "num_steps": sum(one.num_steps for one in stats),
+        "draft_ms": round(1000 * sum(one.draft_s for one in stats), 3),
+        "verify_ms": round(1000 * sum(one.verify_s for one in stats), 3),
+        "halts": halts,
+        "trimmed": sum(one.num_trimmed for one in stats),
+    }

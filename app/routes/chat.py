@@ -1,0 +1,58 @@
+"""``POST /v1/chat/completions``: the next turn of a conversation, through the model's chat template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from app.answers import answer, check_model
+from app.prompts import chat_prompt
+from app.protocol import ChatBody
+from app.serving import Ready
+
+router = APIRouter()
+
+
+class ChatDialect:
+    """Choices that carry a ``message``, or in a stream the ``delta`` to it."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    prompt_param = "messages"
+    default_limit: int | None = None
+
+    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        """A whole choice."""
+        message = {"role": "assistant", "content": text}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """Who speaks; said once."""
+        return self._delta(index, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        """Text that is not the end."""
+        return self._delta(index, {"content": text})
+
+    def ending(self, index: int, reason: str) -> dict[str, Any]:
+        """The end, without text."""
+        return self._delta(index, {}, reason)
+
+    @staticmethod
+    def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+DIALECT = ChatDialect()
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def create_chat_completion(http: HttpRequest, serving: Ready, body: ChatBody) -> Response:
+    """Answer a conversation with the assistant's next turn."""
+    check_model(serving, body.model)
+    prompt = await chat_prompt(serving.tokenizer, body.messages)
+    return await answer(http, serving, DIALECT, body, [prompt])

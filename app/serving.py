@@ -1,0 +1,45 @@
+"""What is there once the models are loaded, and how a route gets at it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends
+from starlette.requests import Request as HttpRequest
+
+from app.bridge import Engine
+from app.metrics import Metrics
+from app.prompts import Tokenizer
+from engine.request import EngineStopped
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What loading returns: an engine that was not started yet, and the target's tokenizer."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Everything a route needs to answer."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    metrics: Metrics
+    model: str  # name in the API
+    created: int  # Unix time at which the model was ready
+
+
+def require_serving(request: HttpRequest) -> Serving:
+    """The loaded service. Raises EngineStopped while there is none."""
+    serving: Serving | None = request.app.state.serving
+    if serving is None:
+        state = "could not be loaded" if request.app.state.failure is not None else "is still loading"
+        raise EngineStopped(f"The model {state}.")
+    return serving
+
+
+Ready = Annotated[Serving, Depends(require_serving)]

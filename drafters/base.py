@@ -1,0 +1,54 @@
+"""What a drafter is to the engine: it follows a sequence and, asked about nodes of a draft tree, answers with candidates.
+
+A drafter owns what it needs to remember about a sequence (cache rows, an index) in a state object that the engine keeps
+beside the sequence and hands back. It never fails a request: a drafter that cannot go on for a sequence answers with
+:class:`Halt` and is not asked again for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tree.growth import Answer, Ask
+from tree.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """One sequence's question in one drafting step."""
+
+    state: Any  # what `open` returned for this sequence
+    context: Sequence[int]  # verified tokens so far, prompt included; the last one is the root of `tree`
+    tree: TokenTree
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Halt:
+    """A drafter's refusal to go on with one sequence; `reason` is a short, bounded word (a metric label)."""
+
+    reason: str  # "context", "rows", "nan"
+
+
+class Drafter(Protocol):
+    """Proposes tokens for the nodes of draft trees."""
+
+    name: str  # its role in schedules and metrics: "ngram", "small", "medium"
+    runs_model: bool  # False: free of forwards, not worth batching
+
+    def open(self) -> Any:
+        """State for a new sequence; cheap, nothing is computed before the first `propose`."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
+        """Answer several sequences' questions with one batched forward at most."""
+
+    def commit(self, state: Any, context: Sequence[int], tree: TokenTree | None, path: Sequence[int]) -> None:
+        """The step is over: keep what belongs to the accepted `path` of `tree`, forget the other nodes.
+
+        `context` is the verified text *before* this step's tokens were appended (its last token is the tree's root).
+        """
+
+    def close(self, state: Any) -> None:
+        """The sequence is over; give back everything its state holds. Safe to call twice."""

@@ -1,0 +1,106 @@
+"""Committing: what of a verified block becomes text, and where the request ends inside it.
+
+The only writer of output tokens. A block is cut exactly where a decoder that makes one token at a time would have stopped:
+after each token, first the end token, then stop strings, then the limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from drafters.base import Drafter
+from engine.draft import Draft
+from engine.request import DrafterCount, FinishReason, StepStats
+from engine.score import Scored
+from engine.sequence import Sequence, TreeRecord
+from models.kv_cache import RowPool
+from verify.base import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The tokens of one step that are part of the answer."""
+
+    token_ids: tuple[int, ...]
+    creators: tuple[str, ...]  # drafter names; "target" for its own token
+    text: str
+    finish: FinishReason | None
+
+
+def commit(
+    scored: Scored,
+    verdict: Verdict,
+    pool: RowPool,
+    drafters: Mapping[str, Drafter],
+    stop_tokens: frozenset[int],
+) -> Block:
+    """Keep the rows of the accepted path, free the others, tell the drafters, and append the block's tokens."""
+    sequence, tree = scored.sequence, scored.growth.tree
+    _keep_rows(scored, verdict, pool)
+    for name, state in sequence.drafter_states.items():
+        drafters[name].commit(state, sequence.tokens, tree, verdict.path)
+    if sequence.request.keep_trees:
+        sequence.trees.append(TreeRecord(tree, tuple(scored.nodes), verdict.path, verdict.extra))
+    tokens = (*(tree.token[node] for node in verdict.path), verdict.extra)
+    creators = (*(tree.creator[node] for node in verdict.path), "target")
+    block = _append(sequence, tokens, creators, stop_tokens)
+    sequence.stats.num_trimmed = len(tokens) - len(block.token_ids)
+    return block
+
+
+def _keep_rows(scored: Scored, verdict: Verdict, pool: RowPool) -> None:
+    sequence = scored.sequence
+    num_pending = len(sequence.pending)
+    row_of = dict(zip(scored.nodes[1:], scored.rows[num_pending:], strict=True))
+    sequence.rows.extend([*scored.rows[:num_pending], *(row_of.pop(node) for node in verdict.path)])
+    pool.release(row_of.values())
+
+
+def _append(sequence: Sequence, tokens: tuple[int, ...], creators: tuple[str, ...], stop_tokens: frozenset[int]) -> Block:
+    pieces: list[str] = []
+    finish: FinishReason | None = None
+    used = 0
+    for token in tokens:
+        used += 1
+        sequence.tokens.append(token)
+        if token in stop_tokens:
+            finish = FinishReason.STOP
+            break
+        pushed = sequence.text.push(token)
+        pieces.append(pushed.text)
+        if pushed.stopped:
+            finish = FinishReason.STOP
+            break
+        if len(sequence.tokens) >= sequence.max_total:
+            finish = FinishReason.LENGTH
+            break
+    if finish is not None and not sequence.text.stopped:
+        pieces.append(sequence.text.finish())
+        # Text that was held back as unfinished may complete a stop string now that nothing follows.
+        finish = FinishReason.STOP if sequence.text.stopped else finish
+    return Block(tokens[:used], creators[:used], "".join(pieces), finish)
+
+
+def count_step(scored: Scored, block: Block, draft: Draft, verify_s: float) -> StepStats:
+    """What this step did for one sequence."""
+    tree, nodes = scored.growth.tree, scored.nodes
+    drafters = {name: DrafterCount(forwards=count) for name, count in draft.forwards.items()}
+    for node in nodes[1:]:
+        drafters.setdefault(tree.creator[node], DrafterCount()).drafted += 1
+    for creator in block.creators:
+        if creator != "target":
+            drafters[creator].accepted += 1
+    return StepStats(
+        schedule=scored.sequence.schedule.name,
+        num_drafts=int(len(nodes) > 1),
+        num_steps=1,
+        num_output_tokens=len(block.token_ids),
+        num_verified_nodes=len(nodes),
+        num_grafts=scored.growth.num_grafts,
+        drafters=drafters,
+        drafter_steps={name: 1 for name, count in drafters.items() if count.drafted},
+        halts=tuple(draft.halts),
+        draft_s=draft.draft_s,
+        verify_s=verify_s,
+    )

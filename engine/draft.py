@@ -1,0 +1,127 @@
+"""Drafting: every running sequence grows its tree, layer by layer, in drafter forwards shared by all that need one.
+
+At each drafting step every sequence's plan names a drafter or stops; sequences that named the same drafter are answered by one
+call. A drafter that gives up on a sequence is not asked for it again, and a drafter that breaks is given up for everyone who
+asked it: drafting may fail, the request may not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from drafters.base import Drafter, DraftRequest, Halt
+from engine.sequence import Sequence
+from scheduler.schedule import Action, Signals
+from tree.growth import Ask, Growth
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """One sequence's tree in the making."""
+
+    sequence: Sequence
+    growth: Growth
+    step: int = 0  # drafting steps decided
+    exhausted: set[str] = field(default_factory=set)  # drafters with nothing to do since the tree last changed
+    forwards: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    halts: list[tuple[str, str]] = field(default_factory=list)  # drafters that gave up in this step, and why
+    draft_s: float = 0.0
+
+
+def grow_trees(
+    sequences: list[Sequence],
+    drafters: Mapping[str, Drafter],
+    *,
+    stop_tokens: frozenset[int],
+    vocab_size: int,
+) -> list[Draft]:
+    """Grow one tree per sequence, in order. A sequence whose plan stops at once gets a tree of its root alone."""
+    drafts = [
+        Draft(
+            sequence,
+            sequence.schedule.policy.begin(
+                sequence.tokens[-1],
+                stop_tokens=stop_tokens,
+                max_depth=max(sequence.max_depth, 0),
+                vocab_size=vocab_size,
+            ),
+        )
+        for sequence in sequences
+    ]
+    growing = drafts
+    while growing:
+        asked: dict[str, list[tuple[Draft, Ask]]] = defaultdict(list)
+        for draft in growing:
+            question = _next_question(draft)
+            if question is not None:
+                asked[question[0]].append((draft, question[1]))
+        for name, questions in asked.items():
+            _propose(drafters[name], questions)
+        growing = [draft for questions in asked.values() for draft, _ in questions]
+    return drafts
+
+
+def _next_question(draft: Draft) -> tuple[str, Ask] | None:
+    """The drafter that goes on with this tree and what it is asked; None when drafting is over."""
+    schedule, halts = draft.sequence.schedule, draft.sequence.stats.halts
+    while True:
+        signals = Signals(step=draft.step, num_nodes=len(draft.growth.tree), budget=schedule.budget)
+        action = schedule.plan.decide(signals)
+        if action is Action.STOP:
+            return None
+        draft.step += 1
+        name = schedule.drafters[action]
+        if name not in halts and name not in draft.exhausted:
+            ask = draft.growth.ask(name)
+            if ask is not None:
+                return name, ask
+        draft.exhausted.add(name)
+        # Every drafter of the schedule was turned away since the tree last changed: no later answer can differ.
+        if draft.exhausted.issuperset(schedule.drafters.values()):
+            return None
+
+
+def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]]) -> None:
+    """Put the questions to the drafter in one call and its answers into the trees."""
+    start = time.perf_counter()
+    requests = [
+        DraftRequest(_state(draft.sequence, drafter), draft.sequence.tokens, draft.growth.tree, ask)
+        for draft, ask in questions
+    ]
+    try:
+        answers = drafter.propose(requests)
+    except Exception:  # whatever broke in a drafter must not fail a request; the sequences go on without it
+        log.exception("drafter %s failed; %d sequences go on without it", drafter.name, len(questions))
+        answers = [Halt("error")] * len(questions)
+    share = (time.perf_counter() - start) / len(questions)
+    for (draft, _), answer in zip(questions, answers, strict=True):
+        draft.draft_s += share
+        draft.forwards[drafter.name] += drafter.runs_model
+        if isinstance(answer, Halt):
+            _halt(draft, drafter, answer.reason)
+            continue
+        before = len(draft.growth.tree)
+        draft.growth.attach(drafter.name, answer)
+        if len(draft.growth.tree) > before or answer.rescored:
+            draft.exhausted.clear()
+
+
+def _state(sequence: Sequence, drafter: Drafter) -> object:
+    if drafter.name not in sequence.drafter_states:
+        sequence.drafter_states[drafter.name] = drafter.open()
+    return sequence.drafter_states[drafter.name]
+
+
+def _halt(draft: Draft, drafter: Drafter, reason: str) -> None:
+    """The drafter gives this sequence up: say so once, free what it holds."""
+    sequence = draft.sequence
+    sequence.stats.halts[drafter.name] = reason
+    draft.halts.append((drafter.name, reason))
+    log.warning("drafter %s stops for request %s: %s", drafter.name, sequence.request.id, reason)
+    drafter.close(sequence.drafter_states.pop(drafter.name))

@@ -1,0 +1,401 @@
+"""The engine: one thread that owns the models, the caches and the sequences, and one loop over them.
+
+Requests enter through an inbox and leave as deltas. Each step admits what fits, drafts for every decoding sequence, lets the
+target score prefill chunks and trees in one forward, and commits. Speculation being off, or one arm of a comparison, is an
+attribute of a sequence, not a branch here.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+from drafters.base import Drafter
+from engine.commit import Block, commit, count_step
+from engine.draft import grow_trees
+from engine.request import (
+    Delta,
+    EngineStopped,
+    FinishReason,
+    QueueFull,
+    Request,
+    RequestError,
+    RequestStats,
+    StepStats,
+)
+from engine.score import Scored, score
+from engine.sequence import Sequence, open_sequence, rows_needed
+from engine.step_stats import add_to_request, by_schedule
+from engine.text import TextStream
+from models.causal_lm import CausalLM
+from models.sampling import probabilities, random_uniform
+from scheduler.registry import PLAIN
+from scheduler.schedule import Schedule
+from verify import VERIFIERS
+from verify.base import Verdict
+
+log = logging.getLogger(__name__)
+
+_IDLE_WAIT_S = 0.5  # how long the idle loop sleeps before it looks around again
+_FAILURES_TO_DIE = 3  # failed steps in a row after which the engine gives up
+
+
+class Observer(Protocol):
+    """Who is told of counts. Called on the engine thread; what it raises is logged and fails nobody."""
+
+    def on_step(self, steps: list[StepStats], /) -> None:
+        """One step is over; one record per schedule."""
+
+    def on_finish(self, stats: RequestStats, reason: FinishReason, /) -> None:
+        """One request is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much the engine takes on."""
+
+    max_num_seqs: int = 8  # sequences that advance together
+    max_waiting: int = 64  # requests that may wait besides
+    prefill_chunk: int = 256  # prompt tokens one sequence is fed per step
+    stall_s: float = 30.0  # no step for this long, with work waiting, is ill health
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting must be at least 0, got {self.max_waiting}")
+
+
+class Engine:
+    """Serves one target with named schedules over named drafters. `start` it; then `submit` from any thread."""
+
+    def __init__(
+        self,
+        *,
+        target: CausalLM,
+        drafters: Mapping[str, Drafter],
+        schedules: Mapping[str, Schedule],
+        default_schedule: str,
+        decode: Callable[[Items[int]], str],
+        stop_tokens: frozenset[int],
+        byte_ids: frozenset[int] = frozenset(),
+        model_id: str,
+        max_model_len: int | None = None,
+        limits: Limits | None = None,
+        max_budget: int = 512,
+    ) -> None:
+        if PLAIN not in schedules or default_schedule not in schedules:
+            raise ValueError(f"schedule {default_schedule!r} is not one of {', '.join(schedules)}")
+        self.schedules = dict(schedules)
+        self.default_schedule = default_schedule
+        self.drafter_names = list(drafters)
+        self.model_id = model_id
+        self.max_model_len = min(max_model_len or target.max_positions, target.max_positions)
+        self.vocab_size = target.num_tokens
+        self.limits = limits or Limits()
+        self._max_budget = max_budget
+        self.target = target
+        self._drafters = dict(drafters)
+        self._decode = decode
+        self._byte_ids = byte_ids
+        self._stop_tokens = stop_tokens
+        self._observers: list[Observer] = []
+        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        # Requests accepted and not yet ended. Guarded, because callers count themselves in on their own threads.
+        self._open: set[str] = set()
+        self._lock = threading.Lock()
+        self._accepting = False
+        self._stop_at: float | None = None  # monotonic time at which whatever still runs is aborted
+        self._failure: str | None = None
+        self._failed_steps = 0
+        self._last_step = time.monotonic()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- any thread -------------------------------------------------------------------------------------------------
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that advance together."""
+        return self.limits.max_num_seqs
+
+    @property
+    def max_waiting(self) -> int:
+        """Requests that may wait besides the running ones."""
+        return self.limits.max_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that advance now."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests accepted but not admitted yet."""
+        return max(len(self._open) - len(self._running), 0)
+
+    def subscribe(self, observer: Observer) -> None:
+        """Tell `observer` of every step and every ended request; before `start`."""
+        self._observers.append(observer)
+
+    def start(self) -> None:
+        """Start the worker thread."""
+        self._accepting = True
+        self._last_step = time.monotonic()
+        self._thread.start()
+
+    def health(self) -> str:
+        """ "ok", "stalled", "stopped" or "failed: why"."""
+        if self._failure is not None:
+            return f"failed: {self._failure}"
+        if not self._accepting or not self._thread.is_alive():
+            return "stopped"
+        if self._open and time.monotonic() - self._last_step > self.limits.stall_s:
+            return "stalled"
+        return "ok"
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError, QueueFull or EngineStopped, and then nothing was queued."""
+        self._check(request)
+        with self._lock:
+            if not self._accepting:
+                raise EngineStopped(self._failure or "the engine takes no requests")
+            if request.id in self._open:
+                raise RequestError(f"a request with the id {request.id} is being served already", param="request_id")
+            if len(self._open) >= self.limits.max_num_seqs + self.limits.max_waiting:
+                raise QueueFull(f"{len(self._open)} requests are running or waiting, which is the limit")
+            if not self._open:
+                self._last_step = time.monotonic()  # an idle engine is not a stalled one
+            self._open.add(request.id)
+            # Inside the lock, so that nothing can be put behind the stop signal.
+            self._inbox.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request early; it gets its last delta unless it has ended already. Unknown ids are ignored."""
+        self._inbox.put(request_id)
+
+    def stop(self, *, drain_s: float = 0.0) -> None:
+        """Refuse new requests, let accepted ones finish for `drain_s` seconds, abort the rest, end the thread."""
+        with self._lock:
+            self._accepting = False
+            self._stop_at = time.monotonic() + drain_s
+            self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never be served; messages give the true numbers."""
+        num_prompt = len(request.prompt)
+        if num_prompt < 1:
+            raise RequestError("the prompt is empty", param="prompt")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
+        bad = next((token for token in request.prompt if not 0 <= token < self.vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is outside the vocabulary of {self.vocab_size}", param="prompt")
+        if num_prompt >= self.max_model_len or num_prompt + (request.max_tokens or 1) > self.max_model_len:
+            asked = f" and {request.max_tokens} new ones were asked for" if request.max_tokens else ""
+            raise RequestError(
+                f"the context holds {self.max_model_len} tokens; the prompt has {num_prompt}{asked}",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        schedule = self._schedule(request)
+        needed = rows_needed(num_prompt, request.max_tokens, schedule.budget, self.max_model_len)
+        if needed > self.target.pool.num_rows:
+            raise RequestError(
+                f"the request may need {needed} cache rows, the server has {self.target.pool.num_rows}; "
+                "ask for fewer tokens or a smaller budget",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+
+    def _schedule(self, request: Request) -> Schedule:
+        name = request.schedule or self.default_schedule
+        if name not in self.schedules:
+            known = ", ".join(self.schedules)
+            raise RequestError(f"schedule {name!r} is not one of {known}", param="speculative.schedule")
+        schedule = self.schedules[name]
+        if request.budget is None:
+            return schedule
+        if not 1 <= request.budget <= self._max_budget:
+            raise RequestError(
+                f"budget must be between 1 (the root alone) and {self._max_budget}, not {request.budget}",
+                param="speculative.budget",
+            )
+        return schedule.with_budget(request.budget)
+
+    # ---- engine thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            self._take_mail(wait=not (self._running or self._waiting))
+            if self._stop_at is not None and (not self._open or time.monotonic() >= self._stop_at):
+                break
+            if self._running or self._waiting:
+                self._step_or_fail()
+            if self._failure is not None:
+                break
+        for sequence in [*self._running, *self._waiting]:
+            self._finish(sequence, FinishReason.ABORT if self._failure is None else FinishReason.ERROR, self._failure)
+        self._refuse_the_rest()
+
+    def _take_mail(self, *, wait: bool) -> None:
+        """Read the inbox: requests, ids to abort, or None for "look at the stop time"."""
+        try:
+            mail = self._inbox.get(timeout=_IDLE_WAIT_S) if wait else self._inbox.get_nowait()
+            while True:
+                if isinstance(mail, Request):
+                    text = TextStream(self._decode, mail.stop, byte_ids=self._byte_ids)
+                    self._waiting.append(open_sequence(mail, self._schedule(mail), text, self.max_model_len))
+                elif isinstance(mail, str):
+                    for sequence in [s for s in (*self._running, *self._waiting) if s.request.id == mail]:
+                        self._finish(sequence, FinishReason.ABORT)
+                mail = self._inbox.get_nowait()
+        except queue.Empty:
+            return
+
+    def _step_or_fail(self) -> None:
+        """One step; if it raises, its sequences fail, and after a few failures in a row so does the engine."""
+        try:
+            self.step()
+            self._failed_steps = 0
+        except Exception as error:
+            log.exception("engine step failed; %d running requests end with an error", len(self._running))
+            self._failed_steps += 1
+            for sequence in list(self._running):
+                self._finish(sequence, FinishReason.ERROR, "The engine failed while it worked on this request.")
+            if self._failed_steps >= _FAILURES_TO_DIE:
+                with self._lock:
+                    self._accepting = False
+                    self._failure = f"{_FAILURES_TO_DIE} steps in a row failed, the last with {type(error).__name__}"
+        self._last_step = time.monotonic()
+
+    def step(self) -> None:
+        """Admit, draft, score, commit, emit."""
+        self._admit()
+        prefills, decoding = self._split()
+        drafts = grow_trees(
+            decoding, self._drafters, stop_tokens=self._stop_tokens, vocab_size=self.vocab_size
+        )
+        start = time.perf_counter()
+        scored = score(self.target, prefills, [(draft.sequence, draft.growth) for draft in drafts])
+        verdicts = [self._verify(item) for item in scored]
+        share = (time.perf_counter() - start) / max(len(prefills) + len(drafts), 1)
+        steps = [StepStats(s.schedule.name, num_prompt_tokens=n, verify_s=share) for s, n in prefills]
+        for (sequence, _), step in zip(prefills, steps, strict=True):
+            add_to_request(sequence.stats, step)
+        for draft, item, verdict in zip(drafts, scored, verdicts, strict=True):
+            num_pending = len(item.sequence.pending)
+            block = commit(item, verdict, self.target.pool, self._drafters, self._stop_tokens)
+            counted = count_step(item, block, draft, share)
+            if item.sequence.num_output == len(block.token_ids):
+                counted.num_prompt_tokens = num_pending
+            steps.append(counted)
+            add_to_request(item.sequence.stats, counted)
+            self._emit(item.sequence, block)
+        self._tell(lambda observer: observer.on_step(by_schedule(steps)))
+
+    def _admit(self) -> None:
+        """Move waiting sequences to the running ones, in order of arrival, as far as slots and reserved rows go."""
+        reserved = sum(sequence.num_reserved for sequence in self._running)
+        while self._waiting and len(self._running) < self.limits.max_num_seqs:
+            if reserved + self._waiting[0].num_reserved > self.target.pool.num_rows:
+                return
+            sequence = self._waiting.popleft()
+            sequence.stats.admitted_s = time.monotonic()
+            reserved += sequence.num_reserved
+            self._running.append(sequence)
+
+    def _split(self) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
+        """Sequences that still read their prompt, with the tokens they read in this step, and those that decode."""
+        prefills: list[tuple[Sequence, int]] = []
+        decoding: list[Sequence] = []
+        for sequence in self._running:
+            num_pending = len(sequence.tokens) - len(sequence.rows)
+            if num_pending > self.limits.prefill_chunk:
+                prefills.append((sequence, min(num_pending - 1, self.limits.prefill_chunk)))
+            else:
+                decoding.append(sequence)
+        return prefills, decoding
+
+    def _verify(self, scored: Scored) -> Verdict:
+        sequence = scored.sequence
+        sampling, position = sequence.request.sampling, sequence.num_output
+        if sampling.greedy:
+            verifier, rows = VERIFIERS[sequence.schedule.greedy_verifier], scored.logits
+        else:
+            verifier = VERIFIERS[sequence.schedule.sampling_verifier]
+            rows = probabilities(scored.logits, sampling)
+        return verifier(
+            scored.growth.tree,
+            scored.nodes,
+            rows,
+            lambda depth: random_uniform(sampling.seed, position + depth, "target"),
+        )
+
+    def _emit(self, sequence: Sequence, block: Block) -> None:
+        if sequence.stats.first_token_s == 0.0:
+            sequence.stats.first_token_s = time.monotonic()
+        if block.finish is not None:
+            self._finish(sequence, block.finish, block=block)
+        else:
+            self._send(sequence, Delta(sequence.request.id, block.token_ids, block.creators, block.text))
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, error: str | None = None, block: Block | None = None
+    ) -> None:
+        """End a request: free all it holds, send its last delta, tell the observers."""
+        if sequence in self._running:
+            self._running.remove(sequence)
+        else:
+            self._waiting.remove(sequence)
+        for name, state in sequence.drafter_states.items():
+            self._drafters[name].close(state)
+        sequence.drafter_states.clear()
+        self.target.pool.release(sequence.rows.truncate(0))
+        sequence.stats.finished_s = time.monotonic()
+        with self._lock:
+            self._open.discard(sequence.request.id)
+        self._tell(lambda observer: observer.on_finish(sequence.stats, reason))
+        self._send(
+            sequence,
+            Delta(
+                sequence.request.id,
+                block.token_ids if block else (),
+                block.creators if block else (),
+                block.text if block else "",
+                finish_reason=reason,
+                error=error,
+                stats=sequence.stats,
+                trees=tuple(sequence.trees),
+            ),
+        )
+
+    def _refuse_the_rest(self) -> None:
+        """The loop is over; whatever reached the inbox meanwhile gets its last delta too."""
+        self._take_mail(wait=False)
+        for sequence in list(self._waiting):
+            self._finish(sequence, FinishReason.ERROR, self._failure or "The engine has stopped.")
+
+    def _send(self, sequence: Sequence, delta: Delta) -> None:
+        try:
+            sequence.request.emit(delta)
+        except Exception:  # the receiver is gone or broken; that is no reason to stop serving the others
+            log.exception("the receiver of request %s failed", sequence.request.id)
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        for observer in self._observers:
+            try:
+                call(observer)
+            except Exception:
+                log.exception("an observer failed")

@@ -1,0 +1,138 @@
+"""What goes into the engine and what comes out of it: requests, deltas, counts.
+
+The engine thread owns everything else. A request enters through :meth:`engine.engine.Engine.submit`; its answer leaves as a
+series of :class:`Delta`, each handed to ``Request.emit`` *on the engine thread* (the receiver must only queue it). Every
+request ends in exactly one delta whose ``finish_reason`` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from models.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # an end token or a stop string
+    LENGTH = "length"  # max_tokens, or the end of the context
+    ABORT = "abort"  # the caller went away
+    ERROR = "error"  # our fault; Delta.error says what
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt to continue."""
+
+    id: str
+    prompt: tuple[int, ...]  # at least one token id
+    sampling: SamplingParams
+    max_tokens: int | None  # None: until the context is full
+    emit: Callable[[Delta], None]  # called on the engine thread, must not block
+    stop: tuple[str, ...] = ()
+    schedule: str | None = None  # None: the server's default
+    budget: int | None = None  # verified nodes per step, root included; None: the schedule's own
+    keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
+
+
+@dataclass(slots=True)
+class DrafterCount:
+    """What one drafter did: ``drafted`` nodes sent to verification, ``accepted`` of them, ``forwards`` it ran."""
+
+    drafted: int = 0
+    accepted: int = 0
+    forwards: int = 0
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counts and seconds of one request.
+
+    Each step emits its accepted tokens and one of the target's own; only the last step of a request can be cut short. So
+    ``num_output_tokens == num_steps + num_accepted - (num_trimmed > 0)``: what was trimmed is counted as neither.
+    """
+
+    schedule: str
+    num_prompt_tokens: int
+    num_output_tokens: int = 0
+    num_steps: int = 0  # target passes that emitted tokens for this request
+    num_spec_steps: int = 0  # of these, passes that verified at least one drafted node
+    num_verified_nodes: int = 0  # rows of those passes, roots included
+    num_trimmed: int = 0  # tokens verified in the last step but cut off by a stop or a limit
+    num_grafts: int = 0
+    accepted: list[int] = field(default_factory=list)  # per speculative step: drafted tokens accepted and emitted
+    drafted: list[int] = field(default_factory=list)  # per speculative step: nodes sent to verification
+    drafters: dict[str, DrafterCount] = field(default_factory=dict)
+    halts: dict[str, str] = field(default_factory=dict)  # drafter -> why it stopped drafting for this request
+    arrived_s: float = 0.0  # time.monotonic() values
+    admitted_s: float = 0.0
+    first_token_s: float = 0.0
+    finished_s: float = 0.0
+    draft_s: float = 0.0  # this request's share of the seconds spent drafting and verifying
+    verify_s: float = 0.0
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafted tokens accepted and emitted, over all steps (the target's own extra token is not counted)."""
+        return sum(self.accepted)
+
+    @property
+    def num_drafted(self) -> int:
+        """Drafted nodes sent to verification, over all steps (roots not counted)."""
+        return sum(self.drafted)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step adds to one request."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    creators: tuple[str, ...] = ()  # who drafted each token: a drafter's name, or "target"
+    text: str = ""  # newly final text; may lag behind token_ids (split characters, possible stop strings)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    stats: RequestStats | None = None  # with the last delta
+    trees: tuple[object, ...] = ()  # with the last delta: TreeRecord, if asked for
+
+
+@dataclass(slots=True)
+class StepStats:
+    """Counts and seconds of one engine step: of one sequence, or of all sequences with the same schedule."""
+
+    schedule: str
+    num_drafts: int = 0  # sequences that verified at least one drafted node
+    num_steps: int = 0  # sequences that emitted
+    num_output_tokens: int = 0
+    num_prompt_tokens: int = 0  # prompt tokens the target was fed
+    num_verified_nodes: int = 0
+    num_grafts: int = 0
+    drafters: dict[str, DrafterCount] = field(default_factory=dict)
+    drafter_steps: dict[str, int] = field(default_factory=dict)  # sequences in which this drafter had a node verified
+    halts: tuple[tuple[str, str], ...] = ()  # (drafter, reason) for each drafter that gave a sequence up
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+
+class RequestError(ValueError):
+    """The caller's fault: a value the engine cannot serve. ``param`` names the field, ``code`` is the API's error code."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class QueueFull(RuntimeError):
+    """Too many requests wait already; try again after ``retry_after_s``."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStopped(RuntimeError):
+    """The engine is loading, draining or dead and takes no requests."""

@@ -1,0 +1,91 @@
+"""One request in flight: everything the engine knows about it, in one place."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.request import DrafterCount, Request, RequestStats
+from engine.text import TextStream
+from models.kv_cache import RowList
+from scheduler.schedule import Schedule
+from tree.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeRecord:
+    """A draft tree as it was verified: kept for people who want to look at it."""
+
+    tree: TokenTree
+    nodes: tuple[int, ...]  # verified, root first
+    path: tuple[int, ...]  # accepted
+    extra: int  # the target's own token
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Owned and written by the engine thread alone.
+
+    `tokens` is the verified text, prompt first; its last token is the root of the next tree. `rows` are the target's cache
+    rows of `tokens` as far as it has been forwarded: all but the last token while decoding, less during prefill.
+    """
+
+    request: Request
+    schedule: Schedule
+    text: TextStream
+    max_total: int  # tokens, prompt included, at which the answer ends
+    num_reserved: int  # rows of the target's pool set aside at admission
+    tokens: list[int]
+    stats: RequestStats
+    rows: RowList = field(default_factory=RowList)
+    drafter_states: dict[str, Any] = field(default_factory=dict)
+    trees: deque[TreeRecord] = field(default_factory=deque)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated so far; also the output position of the next one."""
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def pending(self) -> list[int]:
+        """Verified tokens the target has not been fed yet; at least the root."""
+        return self.tokens[len(self.rows) :]
+
+    @property
+    def max_depth(self) -> int:
+        """Deepest draft that can still be emitted: a step emits its path and one token more."""
+        return self.max_total - len(self.tokens) - 1
+
+
+def open_sequence(request: Request, schedule: Schedule, text: TextStream, max_model_len: int) -> Sequence:
+    """A sequence that has not been fed yet."""
+    prompt = list(request.prompt)
+    allowed = max_model_len if request.max_tokens is None else min(max_model_len, len(prompt) + request.max_tokens)
+    return Sequence(
+        request=request,
+        schedule=schedule,
+        text=text,
+        max_total=allowed,
+        num_reserved=rows_needed(len(prompt), request.max_tokens, schedule.budget, max_model_len),
+        tokens=prompt,
+        stats=RequestStats(
+            schedule=schedule.name,
+            num_prompt_tokens=len(prompt),
+            drafters={name: DrafterCount() for name in schedule.drafters.values()},
+            arrived_s=time.monotonic(),
+        ),
+        trees=deque(maxlen=request.keep_trees),
+    )
+
+
+def rows_needed(num_prompt: int, max_tokens: int | None, budget: int, max_model_len: int) -> int:
+    """Rows of the target's pool that a request can use at most: its whole text and one tree."""
+    total = max_model_len if max_tokens is None else min(max_model_len, num_prompt + max_tokens)
+    return total + budget

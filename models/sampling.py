@@ -1,0 +1,171 @@
+"""From logits to the distribution that is sampled from, and the random numbers that pick from it.
+
+The same :func:`probabilities` serves target rows and drafter rows, so that p and q are processed alike. Every row
+stands for one context; what depends on that context's history (penalties) is the caller's to add to the logits
+beforehand.
+
+Traps this file takes care of:
+
+* a tiny temperature must not overflow: the row's maximum is subtracted *before* the division, in float32 at least;
+* ties at the edge of top-k and top-p are broken by token id, so a row's support does not depend on a sorting routine;
+* random numbers are a function of (seed, output position, purpose), not of a stream that batch mates or a different
+  number of drafted tokens could advance. Different purposes (drafting, verifying) are independent of each other, which
+  losslessness needs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from hashlib import blake2b
+from struct import pack
+
+import torch
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this mean greedy decoding."""
+
+MAX_TEMPERATURE = 2.0
+"""The range of the OpenAI API; hotter than this is noise, and a caller who asks for 1e9 has made a mistake."""
+
+_MASS_TOLERANCE = 1e-12  # ten tokens of 0.1 reach a mass of 0.9 with nine, whatever the rounding of the sum
+_FIRST_SORTED = 1024  # on the CPU, tokens sorted at first to find the top-p set; nearly always enough
+
+
+class ParamError(ValueError):
+    """A sampling parameter that cannot be served; ``param`` is the field's name."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request samples. Raises :class:`ParamError` for values outside the ranges given here."""
+
+    temperature: float = 1.0  # 0 <= temperature <= 2; below 1e-5: greedy
+    top_p: float = 1.0  # 0 < top_p <= 1; 1: off
+    top_k: int = 0  # 0: off (-1 too, and is stored as 0); more than the vocabulary: as many as there are
+    seed: int = 0  # any signed 64-bit integer
+
+    def __post_init__(self) -> None:
+        temperature = _number("temperature", self.temperature)
+        if not 0.0 <= temperature <= MAX_TEMPERATURE:
+            raise ParamError(
+                "temperature", f"temperature must be between 0 and {MAX_TEMPERATURE:g}, not {temperature:g}"
+            )
+        top_p = _number("top_p", self.top_p)
+        if not 0.0 < top_p <= 1.0:
+            raise ParamError("top_p", f"top_p must be above 0 and at most 1, not {top_p:g}")
+        top_k = _integer("top_k", self.top_k)
+        if top_k < -1:
+            raise ParamError("top_k", f"top_k must be at least 0 (or -1 for off), not {top_k}")
+        seed = _integer("seed", self.seed)
+        if not -(2**63) <= seed < 2**63:
+            raise ParamError("seed", f"seed must fit into a signed 64-bit integer, not {seed}")
+        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "top_p", top_p)
+        object.__setattr__(self, "top_k", max(top_k, 0))
+        object.__setattr__(self, "seed", seed)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+
+def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """The distribution each row is sampled from: temperature, then top-k, then top-p.
+
+    Args:
+        logits: [rows, vocab], any floating dtype; -inf marks tokens that must not appear.
+        params: one request's parameters, for all rows.
+
+    Returns:
+        [rows, vocab] float32 on the same device; rows sum to 1 within float32 rounding. Tokens are ranked by (logit
+        descending, id ascending): top-k keeps the first k, top-p the smallest set of first ones whose mass, among what
+        top-k left, is at least ``top_p``. Greedy parameters give the first-ranked token alone. A row with NaN or +inf,
+        or with nothing but -inf, comes back as NaN: there is no distribution, and the caller must notice.
+    """
+    assert logits.ndim == 2, f"logits must be [rows, vocab], not {list(logits.shape)}"
+    x = logits.float()
+    top = x.amax(dim=-1, keepdim=True)
+    if params.greedy:
+        one_hot = torch.zeros_like(x).scatter_(1, x.argmax(dim=-1, keepdim=True), 1.0)
+        return torch.where(top.isfinite(), one_hot, torch.nan)
+    keep = _support(x, top, params)
+    x = (x - top).div_(params.temperature)
+    if keep is not None:
+        # where, not a product or masked_fill of zeros: a NaN row must stay NaN although its `keep` means nothing.
+        x = torch.where(keep | x.isnan(), x, -torch.inf)
+    return torch.softmax(x, dim=-1)
+
+
+def random_uniform(seed: int, position: int, purpose: str) -> float:
+    """A number in [0, 1), uniform over the multiples of 2**-53, that depends on the arguments alone.
+
+    Args:
+        seed: the request's seed, a signed 64-bit integer.
+        position: output position, at least 0.
+        purpose: what the number decides, e.g. "verify"; different purposes are independent.
+    """
+    digest = blake2b(pack("<qQ", seed, position) + purpose.encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _support(x: torch.Tensor, top: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """[rows, vocab] bool: what top-k and top-p leave; None: everything."""
+    vocab = x.shape[1]
+    k = params.top_k if 0 < params.top_k < vocab else vocab
+    if params.top_p >= 1.0:
+        if k == vocab:
+            return None
+        ranked = torch.topk(x, k, dim=-1).values
+        return _first_ranked(x, ranked, torch.full((x.shape[0],), k, device=x.device))
+
+    def weights(values: torch.Tensor) -> torch.Tensor:
+        return (values.double() - top).div_(params.temperature).exp_()
+
+    if k < vocab:
+        ranked = torch.topk(x, k, dim=-1).values
+        ranked_weights = weights(ranked)
+        total = ranked_weights.sum(dim=-1, keepdim=True)
+    else:
+        total = weights(x).sum(dim=-1, keepdim=True)
+        # A full sort of a large row costs milliseconds on the CPU. On a GPU it is cheap, looking at the mass is not.
+        shortcut = x.device.type == "cpu" and vocab > 2 * _FIRST_SORTED
+        ranked = torch.topk(x, _FIRST_SORTED if shortcut else vocab, dim=-1).values
+        ranked_weights = weights(ranked)
+        if shortcut and bool((ranked_weights.sum(dim=-1) < params.top_p * total[:, 0]).any()):
+            ranked = torch.sort(x, dim=-1, descending=True).values
+            ranked_weights = weights(ranked)
+    mass_before = (ranked_weights.cumsum(dim=-1) - ranked_weights) / total
+    count = (mass_before < params.top_p - _MASS_TOLERANCE).sum(dim=-1).clamp_(min=1)
+    return _first_ranked(x, ranked, count)
+
+
+def _first_ranked(x: torch.Tensor, ranked: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """[rows, vocab] bool: the first ``count`` [rows] tokens of each row of ``x`` by (value descending, id ascending).
+
+    ``ranked`` [rows, at least count] holds each row's values in descending order. Values suffice: which of several
+    equal ones a sort puts first is not specified, so ties with the last value kept are counted off in id order instead.
+    """
+    last = ranked.gather(1, count[:, None] - 1)
+    above = x > last
+    tied = x == last
+    room = count[:, None] - above.sum(dim=-1, keepdim=True)
+    return above | (tied & (tied.cumsum(dim=-1) <= room))
+
+
+def _number(param: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ParamError(param, f"{param} must be a finite number, not {value!r}")
+    return float(value)
+
+
+def _integer(param: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ParamError(param, f"{param} must be an integer, not {value!r}")
+    return value

@@ -1,0 +1,1 @@
+"""Who drafts next, and when to stop: schedules by name."""

@@ -1,0 +1,60 @@
+"""The schedules a server offers, given the drafters it has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scheduler.schedule import Action, Always, Schedule, Word
+from tree.graft import TreeGraft
+from tree.policies.chain import Chain
+from tree.policies.talon import Talon
+
+PLAIN = "ar"
+"""The schedule without speculation."""
+
+
+def build_schedules(*, small: str, medium: str | None, ngram: str = "ngram", budget: int, word: str) -> dict[str, Schedule]:
+    """Every schedule that `small`, `medium` and `ngram` (names of drafters) can serve, by schedule name.
+
+    `small` may be the n-gram drafter itself. `budget` is the number of verified nodes per step, root included; `word` is the
+    plan of `treegraft`. Without a medium drafter the schedules that need one are left out.
+    """
+    steps = 5
+    graft = TreeGraft(steps=steps, frontier=4, width=4, small=small, medium=medium or "medium", budget=budget)
+    schedules = [
+        Schedule(PLAIN, "plain decoding, no speculation", Chain(0), Word("")),
+        Schedule(
+            "ngram",
+            "prompt lookup: continuations of what the text has said before; costs no forward",
+            replace(graft, small=ngram),
+            Always(Action.SMALL),
+            {Action.SMALL: ngram},
+        ),
+        Schedule("small", "the small drafter alone", graft, Always(Action.SMALL), {Action.SMALL: small}),
+    ]
+    if medium is not None:
+        neural = {Action.MEDIUM: medium}
+        schedules += [
+            Schedule("medium", "the medium drafter alone", graft, Always(Action.MEDIUM), neural),
+            Schedule(
+                "talon",
+                "the medium drafter alone, tree shape gated by its confidence (arXiv 2601.07353)",
+                Talon(budget=budget, first_width=min(10, max(budget // 4, 1)), depth_cap=16),
+                Always(Action.MEDIUM),
+                neural,
+            ),
+            Schedule(
+                "treegraft",
+                f"small and medium drafter on one tree, plan {word} (arXiv 2608.26112)",
+                graft,
+                Word(word),
+                {Action.SMALL: small, Action.MEDIUM: medium},
+            ),
+        ]
+    return {schedule.name: schedule for schedule in schedules}
+
+
+def check_budget(value: int, largest: int, *, name: str = "budget") -> None:
+    """ValueError, naming the setting, for a budget that no step could verify."""
+    if not 1 <= value <= largest:
+        raise ValueError(f"{name} must be between 1 (the root alone) and {largest}, got {value}")

@@ -1,0 +1,89 @@
+"""Schedules: how a tree grows, who drafts at which step, how much is verified and by which rule.
+
+A schedule is chosen per server and per request. Plain decoding is the schedule whose plan says STOP at once; comparing two
+ways of speculating is comparing two schedules. Nothing in the decoding loop knows any of their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Protocol
+
+from tree.growth import Policy
+
+
+class Action(Enum):
+    """What happens next to one tree."""
+
+    SMALL = "S"
+    MEDIUM = "M"
+    STOP = "."
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """What a plan may look at before it decides. All of it is known before the next drafting step begins."""
+
+    step: int  # drafting steps already decided in this decoding step
+    num_nodes: int  # of the tree so far, root included
+    budget: int  # nodes that will be verified at most, root included
+
+
+class Plan(Protocol):
+    """Decides, drafting step by drafting step, who goes on with a tree."""
+
+    def decide(self, signals: Signals) -> Action:
+        """The next action; after STOP it is not asked again in this decoding step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A fixed word over {S, M}, one letter per drafting step (TreeGraft, 2608.26112); `MSM..` stops after three."""
+
+    letters: str
+
+    def __post_init__(self) -> None:
+        wrong = set(self.letters) - {"S", "M", "."}
+        if wrong:
+            raise ValueError(f"plan {self.letters!r}: letters must be S, M or '.', got {sorted(wrong)}")
+
+    def decide(self, signals: Signals) -> Action:
+        """The letter of this step; STOP past the end."""
+        return Action(self.letters[signals.step]) if signals.step < len(self.letters) else Action.STOP
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """One drafter until the growth policy has had enough; the end points of multi-drafter scheduling."""
+
+    action: Action
+
+    def decide(self, signals: Signals) -> Action:
+        """Always the same."""
+        return self.action
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A named way to speculate. `drafters` maps the actions its plan uses to drafter names."""
+
+    name: str
+    description: str
+    policy: Policy
+    plan: Plan
+    drafters: Mapping[Action, str] = field(default_factory=dict)
+    greedy_verifier: str = "greedy"  # names of decision rules, at temperature 0 and above it
+    sampling_verifier: str = "walk"
+
+    @property
+    def budget(self) -> int:
+        """Nodes verified per step at most, root included; 1 is plain decoding."""
+        return self.policy.budget
+
+    def with_budget(self, budget: int) -> Schedule:
+        """The same schedule with another budget; ValueError below 1."""
+        if budget < 1:
+            raise ValueError(f"budget must be at least 1 (the root), got {budget}")
+        return replace(self, policy=self.policy.with_budget(budget))

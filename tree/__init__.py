@@ -1,0 +1,1 @@
+"""The draft tree and how it grows; knows no model and no request."""

@@ -1,0 +1,107 @@
+"""How a tree grows: what a policy asks of a drafter and what the drafter answers.
+
+A :class:`Policy` is a frozen set of parameters; :meth:`Policy.begin` opens a :class:`Growth`, the mutable state of one
+tree in one decoding step. The engine alternates ``ask`` and ``attach`` with whichever drafter the schedule chose, until
+``ask`` returns None, and then takes ``verify_nodes``. Policies know no drafter and drafters know no policy; they meet
+in the three small records below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tree.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a drafter should do next for one tree."""
+
+    nodes: tuple[int, ...]  # nodes whose children are wanted, distinct, at least one
+    width: int  # candidates per node, at least 1
+    rescore: bool = False  # also give the drafter's own log-prob for every tree node it can score
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Proposed children of ONE node: lp descending, then token id ascending; tokens distinct. May be empty."""
+
+    tokens: tuple[int, ...] = ()
+    lps: tuple[float, ...] = ()  # one per token, <= 0, -inf legal (sorts last)
+    # Per candidate the (token, lp) chain below it, possibly empty. Only drafters that find whole continuations fill it.
+    suffixes: tuple[tuple[tuple[int, float], ...], ...] = ()
+    terminal: bool = False  # the children of this node do not enter the next frontier
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A drafter's reply to one :class:`Ask`."""
+
+    candidates: dict[int, Candidates]  # by node, for every node asked; a missing node is read as "no candidates"
+    rescored: dict[int, float]  # node u -> the drafter's log-prob of token(u) at parent(u); only when Ask.rescore
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What ends a branch in one decoding step, whatever the policy."""
+
+    vocab_size: int  # only tokens below it enter a tree; a padded drafter may propose others, which are dropped
+    stop_tokens: frozenset[int] = frozenset()  # kept, never expanded; the root is always expanded
+    max_depth: int | None = None  # deepest node allowed; None: no cap
+
+    def allows(self, token: int) -> bool:
+        """True if `token` may become a node."""
+        return 0 <= token < self.vocab_size
+
+    def is_open(self, tree: TokenTree, node: int) -> bool:
+        """True if `node` may get children."""
+        if self.max_depth is not None and tree.depth[node] >= self.max_depth:
+            return False
+        return node == 0 or tree.token[node] not in self.stop_tokens
+
+
+def is_graft(tree: TokenTree, parent: int, drafter: str) -> bool:
+    """True if a child that `drafter` attaches under `parent` joins two drafters' work. The root belongs to none."""
+    return parent != 0 and tree.creator[parent] != drafter
+
+
+class Growth(Protocol):
+    """One tree's growth in one decoding step."""
+
+    tree: TokenTree
+    num_grafts: int  # nodes attached by a drafter under a node created by another one
+
+    def ask(self, drafter: str) -> Ask | None:
+        """What the named drafter should do next; None when nothing is left to do (budget, steps, depth, empty pool)."""
+
+    def attach(self, drafter: str, answer: Answer) -> None:
+        """Put the answer to the last :meth:`ask` of `drafter` into the tree."""
+
+    def verify_nodes(self) -> list[int]:
+        """The final cut: nodes for the target, ascending, root first, ancestor-closed."""
+
+
+class Policy(Protocol):
+    """Frozen parameters of a way to grow trees."""
+
+    @property
+    def budget(self) -> int:
+        """Verified nodes per step, root included; at least 1."""
+
+    def begin(
+        self,
+        root_token: int,
+        *,
+        stop_tokens: frozenset[int] = frozenset(),
+        max_depth: int | None = None,
+        vocab_size: int,
+    ) -> Growth:
+        """Start a tree. Nodes whose token is in `stop_tokens` are kept but never expanded; `max_depth` caps node depth.
+
+        `max_depth` None is no cap and 0 leaves only the root. `vocab_size` is the number of tokens a drafter may
+        propose.
+        """
+
+    def with_budget(self, budget: int) -> Policy:
+        """The same policy with another budget, root included."""

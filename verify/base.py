@@ -1,0 +1,48 @@
+"""What a decision rule is: it walks a verified tree and says which nodes are accepted and what follows.
+
+One step emits the accepted path plus exactly one extra token from the target, so even an empty tree makes progress.
+A rule sees trees, target rows and uniforms only; it knows no model and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tree.tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The outcome of one verification: ``len(path) + 1`` tokens are emitted."""
+
+    path: tuple[int, ...]  # accepted nodes, root excluded, top down
+    extra: int  # the one token the target adds after the path
+    promotions: int = 0  # accepted nodes that a lossless rule would have refused; 0 for every lossless rule
+
+
+class Verifier(Protocol):
+    """A decision rule."""
+
+    @property
+    def name(self) -> str:
+        """The rule's name in :data:`verify.VERIFIERS`."""
+
+    @property
+    def lossless(self) -> bool:
+        """True if the law of the emitted text is exactly the target's, for every deterministic tree."""
+
+    def __call__(
+        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, uniform: Callable[[int], float]
+    ) -> Verdict:
+        """Decide for the subset `nodes` of `tree` (ascending, root first, ancestor-closed).
+
+        Args:
+            rows: ``[len(nodes), vocab]`` target rows, row i at node ``nodes[i]``; logits for the greedy rule,
+                probabilities (after temperature, top-k, top-p) for the sampling walk. Any device, any float type.
+            uniform: depth -> a number in [0, 1) for the output position at that depth, independent across depths and
+                independent of all drafting randomness. Calling it twice with one depth gives the same number.
+        """

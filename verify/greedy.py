@@ -1,0 +1,32 @@
+"""Greedy matching (temperature 0): accept the longest path that the target itself would have written.
+
+Lossless on every tree: a child is accepted only if it *is* the target's best token, never because it is some likely
+child. The output equals plain greedy decoding token for token, given equal logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from tree.tree import TokenTree
+from verify.base import Verdict
+from verify.walk import descend
+
+
+@dataclass(frozen=True, slots=True)
+class Greedy:
+    """Follow the target's argmax; the lowest id wins a tie."""
+
+    name: ClassVar[str] = "greedy"
+    lossless: ClassVar[bool] = True
+
+    def __call__(
+        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, uniform: Callable[[int], float]
+    ) -> Verdict:
+        """Decide from logits ``[len(nodes), vocab]`` (any monotone function of them will do); `uniform` is not used."""
+        assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
+        return descend(tree, nodes, rows.argmax(dim=-1).tolist())  # argmax returns the first of equal maxima
