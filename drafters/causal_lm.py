@@ -16,7 +16,7 @@ import torch
 from drafters.base import DraftRequest, Halt
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
-from models.kv_cache import OutOfRows, RowList
+from models.kv_cache import RowList
 from tree.flatten import visible
 from tree.growth import Answer, Ask, Candidates
 from tree.tree import TokenTree
@@ -51,12 +51,14 @@ class CausalLMDrafter:
         """Feed what is missing of every sequence in one forward and read the candidates off it."""
         answers: list[Answer | Halt | None] = [None] * len(requests)
         live: list[int] = []
+        spoken_for = 0  # rows that the sequences let in so far will take in the shared forward
         for index, request in enumerate(requests):
-            reason = self._catch_up(request)
-            if reason is None:
-                live.append(index)
+            admitted = self._catch_up(request, spoken_for)
+            if isinstance(admitted, Halt):
+                answers[index] = admitted
             else:
-                answers[index] = Halt(reason)
+                spoken_for += admitted
+                live.append(index)
         self._feed([requests[index] for index in live])
         for index in live:
             answers[index] = _read(requests[index], self.name)
@@ -83,26 +85,28 @@ class CausalLMDrafter:
         state.node_rows.clear()
         state.log_probs.clear()
 
-    def _catch_up(self, request: DraftRequest) -> str | None:
-        """Take rows for what the question needs and feed the far part of a long prompt; a reason if that is impossible."""
+    def _catch_up(self, request: DraftRequest, spoken_for: int) -> int | Halt:
+        """Feed the far part of a long prompt; how many rows the rest of the question takes, or why it cannot be answered.
+
+        `spoken_for` rows of the pool are promised to other sequences of the same call.
+        """
         state, context = request.state, request.context
         nodes = _missing_nodes(request, self.name)
         deepest = max((request.tree.depth[node] for node in (*nodes, *request.ask.nodes)), default=0)
         if len(context) + deepest > self.lm.max_positions:
-            return "context"
-        try:
-            while len(context) - len(state.rows) > _CATCH_UP:
-                start = len(state.rows)
-                rows = self.lm.pool.allocate(_CATCH_UP)
-                tokens = context[start : start + _CATCH_UP]
-                positions = range(start, start + _CATCH_UP)
-                self.lm.forward([Segment(tokens, positions, state.rows.view(), rows, ())])
-                state.rows.extend(rows)
-        except OutOfRows:
-            return "rows"
-        if len(context) - len(state.rows) + len(nodes) > self.lm.pool.num_free:
-            return "rows"
-        return None
+            return Halt("context")
+        if len(context) - len(state.rows) + len(nodes) > self.lm.pool.num_free - spoken_for:
+            return Halt("rows")
+        while len(context) - len(state.rows) > _CATCH_UP:
+            start, end = len(state.rows), len(state.rows) + _CATCH_UP
+            rows = self.lm.pool.allocate(_CATCH_UP)
+            try:
+                self.lm.forward([Segment(context[start:end], range(start, end), state.rows.view(), rows, ())])
+            except BaseException:
+                self.lm.pool.release(rows)
+                raise
+            state.rows.extend(rows)
+        return len(context) - len(state.rows) + len(nodes)
 
     def _feed(self, requests: Sequence[DraftRequest]) -> None:
         """One forward over every request's missing text and nodes; remembers rows and log-probabilities."""
@@ -114,7 +118,12 @@ class CausalLMDrafter:
                 fed.append((request, nodes, segment))
         if not fed:
             return
-        scores = self.lm.forward([segment for _, _, segment in fed])
+        try:
+            scores = self.lm.forward([segment for _, _, segment in fed])
+        except BaseException:
+            for _, _, segment in fed:  # no state knows of these rows yet
+                self.lm.pool.release(segment.rows)
+            raise
         log_probs = torch.log_softmax(scores.logits, dim=-1)
         for index, (request, nodes, segment) in enumerate(fed):
             state = request.state

@@ -20,6 +20,7 @@ from typing import Protocol
 from drafters.base import Drafter
 from engine.commit import Block, commit, count_step
 from engine.draft import grow_trees
+from engine.noise import TargetNoise
 from engine.request import (
     Delta,
     EngineStopped,
@@ -35,7 +36,7 @@ from engine.sequence import Sequence, open_sequence, rows_needed
 from engine.step_stats import add_to_request, by_schedule
 from engine.text import TextStream
 from models.causal_lm import CausalLM
-from models.sampling import probabilities, random_uniform
+from models.sampling import probabilities
 from scheduler.registry import PLAIN
 from scheduler.schedule import Schedule
 from verify import VERIFIERS
@@ -106,7 +107,7 @@ class Engine:
         self._drafters = dict(drafters)
         self._decode = decode
         self._byte_ids = byte_ids
-        self._stop_tokens = stop_tokens
+        self.stop_tokens = stop_tokens
         self._observers: list[Observer] = []
         self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
@@ -285,7 +286,7 @@ class Engine:
         self._admit()
         prefills, decoding = self._split()
         drafts = grow_trees(
-            decoding, self._drafters, stop_tokens=self._stop_tokens, vocab_size=self.vocab_size
+            decoding, self._drafters, stop_tokens=self.stop_tokens, vocab_size=self.vocab_size
         )
         start = time.perf_counter()
         scored = score(self.target, prefills, [(draft.sequence, draft.growth) for draft in drafts])
@@ -296,7 +297,7 @@ class Engine:
             add_to_request(sequence.stats, step)
         for draft, item, verdict in zip(drafts, scored, verdicts, strict=True):
             num_pending = len(item.sequence.pending)
-            block = commit(item, verdict, self.target.pool, self._drafters, self._stop_tokens)
+            block = commit(item, verdict, self.target.pool, self._drafters, self.stop_tokens)
             counted = count_step(item, block, draft, share)
             if item.sequence.num_output == len(block.token_ids):
                 counted.num_prompt_tokens = num_pending
@@ -340,7 +341,7 @@ class Engine:
             scored.growth.tree,
             scored.nodes,
             rows,
-            lambda depth: random_uniform(sampling.seed, position + depth, "target"),
+            TargetNoise(sampling.seed, position),
         )
 
     def _emit(self, sequence: Sequence, block: Block) -> None:

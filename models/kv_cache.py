@@ -7,6 +7,7 @@ by index, so the order of rows in memory means nothing, and sharing a prefix wou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -22,7 +23,7 @@ class OutOfRows(RuntimeError):
 class RowPool:
     """`num_rows` rows of keys and values, `[layers, rows, kv_heads, head_dim]` each, and the books of who has which.
 
-    Memory is zeroed lazily by the operating system on the CPU: rows that were never used cost nothing.
+    On a CPU the operating system provides the memory as rows are first used: rows that never were cost nothing.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class RowPool:
         if num_rows < 1:
             raise ValueError(f"num_rows must be at least 1, got {num_rows}")
         shape = (num_layers, num_rows, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys = _zeros(shape, dtype, torch.device(device))
+        self.values = _zeros(shape, dtype, torch.device(device))
         self.num_rows = num_rows
         # A stack: the rows freed last are still warm in the processor's cache and are handed out first.
         self._free = list(range(num_rows - 1, -1, -1))
@@ -57,6 +58,7 @@ class RowPool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` rows; raises `OutOfRows`, and takes none, if there are not enough."""
+        assert count >= 0, f"{count} rows wanted"
         if count > len(self._free):
             raise OutOfRows(f"{count} rows wanted, {len(self._free)} of {self.num_rows} free")
         if count == 0:
@@ -78,6 +80,14 @@ class RowPool:
         assert len(set(self._free)) == len(self._free), "a row is free twice"
         assert int(self._taken.sum()) == self.num_used, "rows lost"
         assert not self._taken[self._free].any() if self._free else True, "a free row is marked as taken"
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros whose pages are not touched yet; torch's own zeros write them all, gigabytes of them at start."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 class RowList:
@@ -102,6 +112,7 @@ class RowList:
 
     def truncate(self, length: int) -> list[int]:
         """Drop every row from position `length` on and return the dropped ones."""
+        assert length >= 0, f"cannot keep {length} rows"
         dropped: list[int] = self._rows[length : self._length].tolist()
         self._length = min(length, self._length)
         return dropped

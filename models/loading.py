@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from models.packed import fp16_packing_available, fuse_norms, pack_linears
+from models.packed import PackedLinear, fp16_packing_available, fp32_packing_available, fuse_norms, pack_linears
 from models.refusal import UnservableModel, check_config, check_weights
 
 Weights = Literal["auto", "fp16", "fp32", "bf16"]
+
+# What reading a folder raises: files that are missing or cut off, configs of the wrong shape, packages a format needs.
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError, StrictDataclassError)
 
 
 class ModelNotFound(ValueError):
@@ -56,11 +61,12 @@ def choose_placement(device: str = "auto", weights: Weights = "auto") -> Placeme
 
 
 def load_tokenizer(source: str | Path) -> Any:
-    """The tokenizer of a local folder or hub id."""
+    """The tokenizer of a local folder or hub id. Raises `ModelNotFound` if it cannot be read."""
+    _check_source(source)
     try:
-        return AutoTokenizer.from_pretrained(str(source))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelNotFound(f"tokenizer of {source}: {_first_line(error)}") from error
+        return AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises bare Exceptions for files it cannot parse
+        raise ModelNotFound(f"tokenizer of {source}: {_in_one_line(error)}") from error
 
 
 def load_model(source: str | Path, placement: Placement) -> nn.Module:
@@ -68,18 +74,23 @@ def load_model(source: str | Path, placement: Placement) -> nn.Module:
 
     Raises `ModelNotFound` if it cannot be read and `UnservableModel` if it cannot be served exactly.
     """
-    if Path(source).suffix == ".gguf":
-        raise ModelNotFound(f"{source}: a single GGUF file is not served; give a folder or hub id in transformers format")
+    _check_source(source)
     try:
-        config = AutoConfig.from_pretrained(str(source))
+        # False, not the default: that one asks on the terminal whether to run a repository's own code.
+        config = AutoConfig.from_pretrained(str(source), trust_remote_code=False)
         check_config(config, str(source))
         if config.architectures and not any(a.endswith(("CausalLM", "LMHeadModel")) for a in config.architectures):
             raise UnservableModel(f"{source}: {config.architectures[0]} is not a causal language model")
-        model = AutoModelForCausalLM.from_pretrained(str(source), dtype=placement.dtype, config=config)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(source), dtype=placement.dtype, config=config, trust_remote_code=False, output_loading_info=True
+        )
     except UnservableModel:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ModelNotFound(f"{source}: {_first_line(error)}") from error
+    except _UNREADABLE as error:
+        raise ModelNotFound(f"{source}: {_in_one_line(error)}") from error
+    missing = sorted(report["missing_keys"])
+    if missing:  # transformers fills them with random numbers
+        raise UnservableModel(f"{source}: {len(missing)} weights are missing from its files, the first is {missing[0]}")
     check_weights(model, str(source))
     return model.to(placement.device).eval().requires_grad_(False)  # type: ignore[no-any-return]
 
@@ -90,8 +101,23 @@ def prepare(model: nn.Module, placement: Placement) -> nn.Module:
         fuse_norms(model)
         if placement.weights == "fp16":
             pack_linears(model)
+        elif placement.weights == "fp32" and fp32_packing_available():
+            pack_linears(model, PackedLinear)
     return model
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _check_source(source: str | Path) -> None:
+    """Refuse what is plainly no folder before the hub client answers with its rules for repository names."""
+    path = Path(source)
+    if path.suffix.lower() == ".gguf":
+        raise ModelNotFound(f"{source}: a single GGUF file is not served; give a folder or hub id in transformers format")
+    if path.is_file():
+        raise ModelNotFound(f"{source} is a file; give a folder or hub id in transformers format")
+    if not path.exists() and (path.is_absolute() or str(source).startswith((".", "~")) or len(path.parts) > 2):
+        raise ModelNotFound(f"{source}: no such folder")
+
+
+def _in_one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    # "Validation error for field 'x':" says nothing without what follows.
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

@@ -19,7 +19,11 @@ from models.causal_lm import CausalLM
 
 # Rotary scalings whose angles depend on how long the longest sequence of the batch is.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_RECURRENT = ("mamba", "rwkv", "recurrent_gemma", "jamba", "zamba", "bamba", "falcon_h1", "xlstm", "lfm2")
+# Anywhere in the model type: "mamba2", "falcon_mamba" and "recurrent_gemma" alike.
+_RECURRENT = ("mamba", "rwkv", "recurrent", "jamba", "zamba", "bamba", "falcon_h1", "nemotron_h", "xlstm", "lfm2")
+_RECURRENT_LAYERS = {"linear_attention", "mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"}
+_WINDOWED_LAYERS = {"sliding_attention", "chunked_attention", "window_attention", "reference_sliding_attention"}
+_FULL_LAYERS = {"full_attention", "attention"}
 # Parents of a tree of five nodes: two siblings under the root, one of which has two children.
 _PROBE_PARENTS = (-1, 0, 0, 1, 1)
 
@@ -34,19 +38,24 @@ def check_config(config: Any, name: str) -> None:
         raise UnservableModel(f"{name}: encoder-decoder models are not served; a decoder-only causal LM is needed")
     config = config.get_text_config()
     kind = str(getattr(config, "model_type", ""))
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if kind.startswith(_RECURRENT) or layer_types & {"linear_attention", "mamba", "recurrent", "conv"}:
+    layer_types = {
+        layer for key in ("layer_types", "layers_block_type") for layer in getattr(config, key, None) or ()
+    }
+    if any(word in kind for word in _RECURRENT) or layer_types & _RECURRENT_LAYERS:
         raise UnservableModel(f"{name}: {kind} keeps a recurrent state, which cannot be cut back to an accepted path")
     windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)
-    if windowed or layer_types & {"sliding_attention", "chunked_attention"}:
+    if windowed or layer_types & _WINDOWED_LAYERS:
         raise UnservableModel(
             f"{name}: sliding-window attention (sliding_window={getattr(config, 'sliding_window', None)}) is not served; "
             "if the model was trained with full attention, set sliding_window to null in its config.json"
         )
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise UnservableModel(f"{name}: rotary scaling {rope_type!r} depends on the batch's longest sequence")
+    if layer_types - _FULL_LAYERS:
+        raise UnservableModel(f"{name}: layers of type {min(layer_types - _FULL_LAYERS)!r} are not served")
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        raise UnservableModel(f"{name}: attention scores are capped (attn_logit_softcapping), which is not served")
+    for rope_type in _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)):
+        if rope_type in _LENGTH_DEPENDENT_ROPE:
+            raise UnservableModel(f"{name}: rotary scaling {rope_type!r} depends on the batch's longest sequence")
     if not getattr(config, "max_position_embeddings", None):
         raise UnservableModel(f"{name}: the config gives no max_position_embeddings")
 
@@ -54,7 +63,8 @@ def check_config(config: Any, name: str) -> None:
 def check_weights(model: nn.Module, name: str) -> None:
     """Raise `UnservableModel` if a parameter holds NaN or infinity: such a model answers nonsense without a sign."""
     for key, parameter in model.named_parameters():
-        if not bool(torch.isfinite(parameter).all()):
+        # The sum is not finite if a term is not, and much cheaper; a sum of finite terms may overflow, so look again then.
+        if not bool(torch.isfinite(parameter.sum(dtype=torch.float32))) and not bool(torch.isfinite(parameter).all()):
             raise UnservableModel(f"{name}: weights of {key} hold NaN or infinite values")
 
 
@@ -69,22 +79,31 @@ def check_attention(lm: CausalLM, name: str, *, tolerance: float = 2e-3) -> None
     count = len(_PROBE_PARENTS)
     ids = [(7 * i + 3) % lm.num_tokens for i in range(3 + count)]
     prefix, tree = ids[:3], ids[3:]
-    prefix_rows, rows = lm.pool.allocate(len(prefix)), lm.pool.allocate(count)
+    taken = lm.pool.allocate(len(ids))
+    prefix_rows, rows = taken[: len(prefix)], taken[len(prefix) :]
     paths = _paths()
     visible = torch.zeros(count, count, dtype=torch.bool)
     for node, path in enumerate(paths):
         visible[node, path] = True
     positions = [len(prefix) + len(path) - 1 for path in paths]
+    lm.pool.keys[:, taken] = 0
     try:
         empty = np.empty(0, dtype=np.int64)
         lm.forward([Segment(prefix, range(len(prefix)), empty, prefix_rows, ())])
         segment = Segment(tree, positions, np.asarray(prefix_rows), rows, range(count), visible=visible)
         ours = lm.forward([segment]).logits[:, : lm.num_tokens]
         plain = torch.stack([_plain_logits(lm, prefix + [tree[i] for i in path]) for path in paths])
-    except (TypeError, KeyError, AttributeError, NotImplementedError, ValueError) as error:
-        raise UnservableModel(f"{name}: {type(lm.model).__name__} does not run with tree attention ({error})") from error
+    except (TypeError, LookupError, AttributeError, RuntimeError, ValueError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnservableModel(f"{name}: {type(lm.model).__name__} does not run with tree attention ({reason})") from error
+        written = lm.pool.keys[:, taken].abs().amax(dim=(1, 2, 3)) > 0
     finally:
-        lm.pool.release([*prefix_rows, *rows])
+        lm.pool.release(taken)
+    if not bool(written.all()):  # weak context dependence could hide it from the comparison below
+        raise UnservableModel(
+            f"{name}: {int((~written).sum())} of {len(written)} layers of {type(lm.model).__name__} have no attention "
+            "of the kind whose keys and values can be kept per token"
+        )
     plain = plain[:, : lm.num_tokens]
     difference = float((ours - plain).abs().max() / plain.std().clamp(min=1e-6))
     if not difference <= tolerance:
@@ -92,6 +111,14 @@ def check_attention(lm: CausalLM, name: str, *, tolerance: float = 2e-3) -> None
             f"{name}: tree attention differs from the model's own by {difference:.2g} of the logits' spread "
             f"(allowed {tolerance:.2g})"
         )
+
+
+def _rope_types(rope: Any) -> list[str]:
+    """Rotary scalings a config names: one for all layers, or one per type of layer."""
+    if not isinstance(rope, dict):
+        return []
+    per_layer_type = [kind for value in rope.values() for kind in _rope_types(value)]
+    return [str(rope[key]) for key in ("rope_type", "type") if key in rope] + per_layer_type
 
 
 def _paths() -> list[list[int]]:

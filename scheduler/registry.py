@@ -13,14 +13,30 @@ PLAIN = "ar"
 """The schedule without speculation."""
 
 
-def build_schedules(*, small: str, medium: str | None, ngram: str = "ngram", budget: int, word: str) -> dict[str, Schedule]:
+def build_schedules(
+    *,
+    small: str,
+    medium: str | None,
+    budget: int,
+    word: str,
+    ngram: str = "ngram",
+    min_probability: float = 0.0,
+) -> dict[str, Schedule]:
     """Every schedule that `small`, `medium` and `ngram` (names of drafters) can serve, by schedule name.
 
-    `small` may be the n-gram drafter itself. `budget` is the number of verified nodes per step, root included; `word` is the
-    plan of `treegraft`. Without a medium drafter the schedules that need one are left out.
+    `small` may be the n-gram drafter itself. `budget` is the number of verified nodes per step, root included, and
+    `min_probability` the path probability below which a node is not verified; `word` is the plan of `treegraft`. Without a
+    medium drafter the schedules that need one are left out.
     """
-    steps = 5
-    graft = TreeGraft(steps=steps, frontier=4, width=4, small=small, medium=medium or "medium", budget=budget)
+    graft = TreeGraft(
+        steps=max(5, len(word)),
+        frontier=4,
+        width=4,
+        budget=budget,
+        min_probability=min_probability,
+        small=small,
+        medium=medium or "medium",
+    )
     schedules = [
         Schedule(PLAIN, "plain decoding, no speculation", Chain(0), Word("")),
         Schedule(

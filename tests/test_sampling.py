@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from models.sampling import ParamError, SamplingParams, probabilities, random_uniform
+from models import sampling
+from models.sampling import ParamError, SamplingParams, probabilities, random_exponentials, random_uniform
 
 
 def reference(logits: list[float], params: SamplingParams) -> list[float]:
@@ -33,12 +35,6 @@ def reference(logits: list[float], params: SamplingParams) -> list[float]:
         mass = math.fsum([mass, weights[i] / total])
     total = math.fsum(weights[i] for i in nucleus)
     return [weights[i] / total if i in nucleus else 0.0 for i in range(len(logits))]
-
-
-def cumulative_pick(row: torch.Tensor, uniform: float) -> int:
-    """The token whose share of [0, 1) holds `uniform`."""
-    cumulative = row.double().cumsum(0)
-    return int((cumulative > uniform * cumulative[-1]).int().argmax())
 
 
 # A coarse grid makes ties common.
@@ -142,16 +138,6 @@ def test_logits_are_left_as_they_were() -> None:
     assert torch.equal(logits, copy)
 
 
-def test_picking_by_a_uniform_has_exactly_the_probabilities() -> None:
-    """Brute force over a fine grid of uniforms: every token gets its share, tokens of probability 0 get none."""
-    row = probabilities(torch.tensor([[0.1, 2.0, -1.0, 0.7, 2.0]]), SamplingParams(temperature=0.8, top_k=4))[0]
-    steps = 20000
-    picks = torch.tensor([cumulative_pick(row, (i + 0.5) / steps) for i in range(steps)])
-    shares = torch.bincount(picks, minlength=5) / steps
-    assert (shares - row).abs().max() <= 1 / steps
-    assert row[2] == 0 and shares[2] == 0
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -188,17 +174,32 @@ GOLDEN = {
 }
 
 
+GOLDEN_EXPONENTIALS = {
+    (0, 0, "target-race"): [0.0727117657661438, 0.05684606358408928, 0.24831287562847137, 1.007760763168335],
+    (0, 1, "target-race"): [0.2611920237541199, 1.566680908203125, 1.3057162761688232, 1.2504059076309204],
+    (-1, 123456, "target-race"): [0.07756327092647552, 0.5449855923652649, 0.07643167674541473, 0.44210755825042725],
+    (2**63 - 1, 0, ""): [1.1106517314910889, 0.6477606892585754, 0.11547763645648956, 1.7484934329986572],
+}
+GOLDEN_LATE = [1.0536861419677734, 1.0044523477554321]
+
+
 def test_random_numbers_are_the_ones_written_down_here() -> None:
     """A seed promised a text; another number generator would break the promise with an update."""
     assert {key: random_uniform(*key) for key in GOLDEN} == GOLDEN
+    assert {key: random_exponentials(*key, 4).tolist() for key in GOLDEN_EXPONENTIALS} == GOLDEN_EXPONENTIALS
+    assert random_exponentials(7, 0, "target-race", 40000)[-2:].tolist() == GOLDEN_LATE
 
 
 def test_random_numbers_do_not_depend_on_the_process() -> None:
     """Python salts its own hashes; two workers must still agree."""
-    code = "from models.sampling import random_uniform; print(repr(random_uniform(7, 3, 'verify')))"
+    code = (
+        "from models.sampling import random_exponentials, random_uniform\n"
+        "print(repr(random_uniform(7, 3, 'verify')), random_exponentials(7, 3, 'verify', 9).double().sum().item())"
+    )
     root = Path(__file__).parent.parent
     out = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert float(out.stdout) == random_uniform(7, 3, "verify")
+    exponentials = random_exponentials(7, 3, "verify", 9).double().sum().item()
+    assert [float(number) for number in out.stdout.split()] == [random_uniform(7, 3, "verify"), exponentials]
 
 
 def chi_square(counts: torch.Tensor) -> float:
@@ -235,3 +236,83 @@ def test_the_independence_test_can_fail() -> None:
         u = random_uniform(5, i, "verify")
         cells[int(u * 10) * 10 + int(u * 10)] += 1
     assert chi_square(cells) > 180
+
+
+# ---------------------------------------------------------------------------------------------- vectors of exponentials
+
+
+def exponentials(position: int, size: int = 49152, purpose: str = "target-race", seed: int = 5) -> torch.Tensor:
+    return random_exponentials(seed, position, purpose, size)
+
+
+def test_exponentials_are_what_a_race_needs() -> None:
+    """Zero would win against every probability, infinity could never win."""
+    numbers = exponentials(0)
+    assert numbers.shape == (49152,) and numbers.dtype == torch.float32 and numbers.device.type == "cpu"
+    assert numbers.min() > 0 and numbers.isfinite().all()
+    assert exponentials(0, 0).shape == (0,)
+
+
+def test_the_extreme_bits_give_positive_and_finite_numbers() -> None:
+    """Once in 2**32 numbers the bits are all 0 or all 1; -log(1 - u) must not be 0 or infinite then."""
+    extreme = sampling._exponentials(np.array([0, 1, 2**32 - 1], dtype=np.uint32)).tolist()
+    assert extreme == pytest.approx([2.0**-33, 3 * 2.0**-33, 33 * math.log(2)], rel=1e-9)
+    bits = np.random.Philox(key=1).random_raw(1000).view(np.uint32)
+    expected = [-math.log1p(-(int(k) + 0.5) * 2.0**-32) for k in bits]
+    assert sampling._exponentials(bits).tolist() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1001, 32767, 32768, 32769, 49152])
+def test_a_tokens_number_does_not_depend_on_the_size(size: int) -> None:
+    """A padded vocabulary must not change the text."""
+    assert torch.equal(exponentials(3, size), exponentials(3, 70000)[:size])
+
+
+def kolmogorov(values: torch.Tensor) -> float:
+    """sqrt(n) times the largest distance from the uniform law; above x with a probability of about 2 exp(-2 x^2)."""
+    values = values.double().sort().values
+    steps = torch.arange(1, len(values) + 1) / len(values)
+    return math.sqrt(len(values)) * max((steps - values).max().item(), (values - steps).max().item() + 1 / len(values))
+
+
+@pytest.mark.parametrize("vary", ["token", "position", "seed"])
+def test_exponentials_follow_their_law(vary: str) -> None:
+    """Kolmogorov-Smirnov at 2.7: false alarm with 1e-6, and never by chance of the day."""
+    values = {
+        "token": lambda: exponentials(0),
+        "position": lambda: torch.cat([exponentials(i, 1) for i in range(20000)]),
+        "seed": lambda: torch.cat([exponentials(0, 1, seed=i) for i in range(20000)]),
+    }[vary]()
+    assert kolmogorov(-torch.expm1(-values.double())) < 2.7
+    assert kolmogorov(-torch.expm1(-values.double() * 1.1)) > 2.7, "the test cannot fail"
+
+
+def test_small_exponentials_follow_their_law_too() -> None:
+    """Only the smallest numbers win a race, and few bits would be coarse just there. False alarm: 1e-6 each."""
+    values = torch.cat([exponentials(position) for position in range(200)])
+    small = values[values < 1e-4]
+    expected = len(values) * -math.expm1(-1e-4)
+    assert abs(len(small) - expected) < 4.9 * math.sqrt(expected)
+    assert kolmogorov(-torch.expm1(-small.double()) / -math.expm1(-1e-4)) < 2.7
+    assert len(small.unique()) > 0.99 * len(small)
+
+
+@pytest.mark.parametrize("pair", ["next position", "other purpose", "next seed", "next token", "the uniform", "itself"])
+def test_exponentials_are_independent(pair: str) -> None:
+    """Losslessness needs it. Chi-square over 10 by 10 cells, 99 degrees of freedom, false alarm 1.2e-6; one control."""
+    one = exponentials(1)
+    other = {
+        "next position": lambda: exponentials(2),
+        "other purpose": lambda: exponentials(1, purpose="draft"),
+        "next seed": lambda: exponentials(1, seed=6),
+        "next token": lambda: one[1::2],
+        "the uniform": lambda: -torch.log1p(-torch.tensor([random_uniform(5, i, "target-race") for i in range(10000)])),
+        "itself": lambda: one,
+    }[pair]()
+    if pair == "next token":  # pairs that come from the two halves of one word
+        one = one[::2]
+    if pair == "the uniform":
+        one = torch.cat([exponentials(i, 1) for i in range(10000)])
+    u, v = (-torch.expm1(-values.double()) for values in (one, other))
+    cells = torch.bincount((u * 10).long() * 10 + (v * 10).long(), minlength=100).double()
+    assert (chi_square(cells) < 180) == (pair != "itself")

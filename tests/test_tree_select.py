@@ -105,3 +105,16 @@ def test_scores_that_are_not_monotone_still_give_a_tree() -> None:
     tree.score[b] = -0.5  # not what refresh() would give
     assert verify_set(tree, 3) == [0, a, b]
     assert verify_set(tree, 2) == [0, c]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**9), st.integers(1, 12), st.integers(1, 13), st.sampled_from([-0.5, -1.0, -2.0]))
+def test_below_the_floor_no_row_is_spent(seed: int, size: int, budget: int, floor: float) -> None:
+    """What stays is the cut of the tree of worthy nodes alone; room that is left is left empty."""
+    tree = random_tree(seed, size)
+    kept = verify_set(tree, budget, floor)
+    worthy = [node for node in range(1, size) if tree.score[node] >= floor]
+    assert set(kept) <= {0, *worthy}
+    assert len(kept) == min(budget, 1 + len(worthy))
+    assert all(tree.parent[node] in kept for node in kept if node)
+    assert set(kept) <= set(verify_set(tree, budget))

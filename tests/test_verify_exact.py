@@ -11,6 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -18,15 +19,18 @@ import torch
 from tree.graft import TreeGraft
 from tree.growth import Answer, Candidates
 from tree.tree import TokenTree
-from verify import VERIFIERS
-from verify.base import Verdict
+from verify.base import Noise, Verdict
 from verify.reference import Chooser, outcomes, walk_reference
+from verify.walk import race, walk_at_once, walk_lazily
 
 Path = tuple[int, ...]
 World = dict[Path, list[float]]
 Law = dict[Path, float]
 Rows = list[list[float]]
 Rule = Callable[[TokenTree, Sequence[int], Rows, Chooser], Verdict]
+Walk = Callable[[TokenTree, Sequence[int], torch.Tensor, Noise], Verdict]
+Point = tuple[float, ...]  # barycentric, VOCAB numbers that sum to 1
+Polygon = list[Point]  # convex, its corners in order
 
 VOCAB, DEPTH = 3, 2
 CONTEXTS = [path for length in range(DEPTH + 1) for path in itertools.product(range(VOCAB), repeat=length)]
@@ -142,23 +146,81 @@ def grafted(seed: int) -> tuple[TokenTree, list[int]]:
     return growth.tree, growth.verify_nodes()
 
 
-def production(tree: TokenTree, nodes: Sequence[int], p: World) -> Law:
-    """The law of the production walk: every cell of its uniforms, cut where any row's cumulative sum lies."""
+def clip(polygon: Polygon, inside: Callable[[Point], float]) -> Polygon:
+    """The part of a convex polygon where the linear function `inside` is not negative."""
+    kept: Polygon = []
+    for a, b in zip(polygon, polygon[1:] + polygon[:1], strict=True):
+        at_a, at_b = inside(a), inside(b)
+        if at_a >= 0:
+            kept.append(a)
+        if (at_a > 0 > at_b) or (at_a < 0 < at_b):
+            share = at_a / (at_a - at_b)
+            kept.append(tuple((1 - share) * x + share * y for x, y in zip(a, b, strict=True)))
+    return kept
+
+
+def area(polygon: Polygon) -> float:
+    """As a share of the whole triangle: determinants of barycentric coordinates."""
+    total = 0.0
+    (x0, x1, x2) = polygon[0] if polygon else (0.0, 0.0, 0.0)
+    for (y0, y1, y2), (z0, z1, z2) in itertools.pairwise(polygon[1:]):
+        total += abs(x0 * (y1 * z2 - y2 * z1) - x1 * (y0 * z2 - y2 * z0) + x2 * (y0 * z1 - y1 * z0))
+    return total
+
+
+def race_cells(rows: Rows) -> list[tuple[float, torch.Tensor]]:
+    """(probability, one vector of exponentials) of every set of vectors in which each row's race has one winner.
+
+    Three independent exponentials, divided by their sum, are uniform in a triangle. Token t wins the race of row p
+    where ``E_t p_s <= E_s p_t`` for all s, which straight lines bound, so the probabilities are areas.
+    """
+    polygons: list[Polygon] = [[(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]]
+    for p in {tuple(row) for row in rows}:
+        parts: list[Polygon] = []
+        for polygon, t in itertools.product(polygons, range(VOCAB)):
+            for s in range(VOCAB):
+                if s != t:
+                    polygon = clip(polygon, lambda e, p=p, s=s, t=t: e[s] * p[t] - e[t] * p[s])  # type: ignore[misc]
+            if area(polygon) > 1e-14:  # not mere rounding
+                parts.append(polygon)
+        polygons = parts
+    middles = [[sum(corner[t] for corner in polygon) / len(polygon) for t in range(VOCAB)] for polygon in polygons]
+    return [
+        (area(polygon), torch.tensor(middle, dtype=torch.float64))
+        for polygon, middle in zip(polygons, middles, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Given:
+    """Noise that was chosen beforehand."""
+
+    vectors: Sequence[torch.Tensor]  # by depth
+
+    def uniform(self, depth: int) -> float:
+        raise AssertionError("the walk races; it uses no uniforms")
+
+    def exponentials(self, depth: int, size: int) -> torch.Tensor:
+        assert size == VOCAB
+        return self.vectors[depth]
+
+
+def production(walk: Walk, tree: TokenTree, nodes: Sequence[int], p: World, one_vector: bool = False) -> Law:
+    """The law of a production walk, over every cell of its noise; `one_vector`: if all depths shared theirs."""
     rows = rows_of(tree, nodes, p)
-    cells: list[list[tuple[float, float]]] = []  # per depth: (length, midpoint) of the cells of [0, 1)
-    for depth in range(DEPTH + 1):
-        cuts = {0.0, 1.0}
-        for node, row in zip(nodes, rows, strict=True):
-            if tree.depth[node] == depth:
-                cuts.update(min(total, 1.0) for total in itertools.accumulate(row))
-        edges = sorted(cuts)
-        cells.append([(b - a, (a + b) / 2) for a, b in itertools.pairwise(edges) if b - a > 1e-14])  # not mere rounding
+    at = [[row for node, row in zip(nodes, rows, strict=True) if tree.depth[node] == d] for d in range(DEPTH + 1)]
+    if one_vector:
+        combinations = [(cell,) * (DEPTH + 1) for cell in race_cells(rows)]
+        weights = [combination[0][0] for combination in combinations]
+    else:
+        combinations = list(itertools.product(*map(race_cells, at)))
+        weights = [math.prod(probability for probability, _ in combination) for combination in combinations]
     tensor = torch.tensor(rows, dtype=torch.float64)
     law: Law = {}
-    for combination in itertools.product(*cells):
-        verdict = VERIFIERS["walk"](tree, nodes, tensor, lambda depth, c=combination: c[depth][1])  # type: ignore[misc]
+    for combination, weight in zip(combinations, weights, strict=True):
+        verdict = walk(tree, nodes, tensor, Given([vector for _, vector in combination]))
         text = tuple(tree.token[node] for node in verdict.path) + (verdict.extra,)
-        law[text] = law.get(text, 0.0) + math.prod(length for length, _ in combination)
+        law[text] = law.get(text, 0.0) + weight
     return law
 
 
@@ -187,10 +249,49 @@ def test_the_walk_is_exact_on_every_deterministic_tree() -> None:
     assert worst < 1e-12
 
 
-def test_the_production_walk_is_exact() -> None:
-    """The tensor version, integrated over its uniforms instead of sampled."""
-    worst = max(error(production(tree, nodes, p), p) for tree, nodes, p in cases()[:60:2] + cases()[1:60:3])
-    assert worst < 1e-12
+def small_cases() -> list[tuple[TokenTree, list[int], World]]:
+    """Those with few cells of noise."""
+    return [case for case in cases() if len(case[1]) <= 7]
+
+
+@pytest.mark.parametrize("walk", [walk_lazily, walk_at_once])
+def test_the_production_walk_is_exact(walk: Walk) -> None:
+    """The tensor version, integrated over its exponentials instead of sampled: three tokens leave areas of polygons."""
+    compared = small_cases()[::4]
+    assert len(compared) >= 12
+    assert max(error(production(walk, tree, nodes, p), p) for tree, nodes, p in compared) < 1e-12
+
+
+def test_one_race_has_exactly_the_probabilities() -> None:
+    """Every row alone: each token's cells add up to its probability, and impossible tokens have none."""
+    for p in [*(world(f"race {seed}", zeros=seed % 2 == 0) for seed in range(10)), *special_worlds().values()]:
+        for row in p.values():
+            shares = [0.0] * VOCAB
+            for probability, vector in race_cells([row]):
+                shares[int(race(torch.tensor(row, dtype=torch.float64), vector))] += probability
+            assert shares == pytest.approx(row, abs=1e-13)
+            assert all(share == 0 for share, weight in zip(shares, row, strict=True) if weight == 0)
+
+
+@pytest.mark.parametrize("fault", ["flattened", "one vector for all depths", "the parent's row"])
+def test_a_wrong_production_walk_is_caught(fault: str) -> None:
+    """Negative controls of the integration: it must see wrong rows, wrong races, depths that share a vector."""
+
+    def flattened(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+        return walk_lazily(tree, nodes, rows.sqrt(), noise)
+
+    def stale(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+        of_parent = [nodes.index(max(tree.parent[node], 0)) for node in nodes]
+        return walk_lazily(tree, nodes, rows[of_parent], noise)
+
+    walk = {"flattened": flattened, "the parent's row": stale}.get(fault, walk_lazily)
+    errors = []
+    for seed in range(5):
+        p, tree = world(f"target {seed}"), top_tree(world(f"drafter {seed}"), 2)
+        nodes = list(range(len(tree)))
+        assert error(production(walk_lazily, tree, nodes, p), p) < 1e-12
+        errors.append(error(production(walk, tree, nodes, p, one_vector=fault.startswith("one")), p))
+    assert min(errors) > 1e-3, f"{fault}: {errors}"
 
 
 def test_grafted_trees_really_mix_drafters() -> None:

@@ -11,11 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tree.tree import TokenTree
-from verify import VERIFIERS, Verdict
+from verify import VERIFIERS, Noise, Verdict
 from verify.reference import greedy_reference
 
 Text = tuple[int, ...]
 VOCAB = 5
+
+
+class NoNoise:
+    """Fails when asked: nothing random decides at temperature 0."""
+
+    def uniform(self, depth: int) -> float:
+        raise AssertionError("greedy matching asked for a random number")
+
+    def exponentials(self, depth: int, size: int) -> torch.Tensor:
+        raise AssertionError("greedy matching asked for random numbers")
+
+
+NO_NOISE: Noise = NoNoise()
 
 
 def logits(seed: int, text: Text) -> list[float]:
@@ -52,7 +65,7 @@ def decode(rule: Callable[..., Verdict], seed: int, length: int) -> tuple[Text, 
         tree = drafted(rng, seed, text)
         nodes = list(range(len(tree)))
         rows = torch.tensor([logits(seed, text + tuple(tree.path_tokens(node))) for node in nodes])
-        verdict = rule(tree, nodes, rows, lambda depth: 0.5)
+        verdict = rule(tree, nodes, rows, NO_NOISE)
         text += tuple(tree.token[node] for node in verdict.path) + (verdict.extra,)
         trees, accepted = trees + 1, accepted + len(verdict.path)
     return text[: 1 + length], trees, accepted
@@ -79,7 +92,7 @@ def test_output_equals_plain_greedy_decoding() -> None:
 def test_accepting_a_likely_sibling_is_caught() -> None:
     """Negative control: a rule that takes the best child present, argmax or not, must change the text."""
 
-    def best_child(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, uniform: object) -> Verdict:
+    def best_child(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: object) -> Verdict:
         path: list[int] = []
         node = 0
         while tree.children[node]:
@@ -94,8 +107,8 @@ def test_accepting_a_likely_sibling_is_caught() -> None:
 def test_taking_the_extra_token_from_the_parents_row_is_caught() -> None:
     """Negative control: the row of the last accepted node's parent repeats words instead of going on."""
 
-    def stale(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, uniform: object) -> Verdict:
-        verdict = VERIFIERS["greedy"](tree, nodes, rows, lambda depth: 0.5)
+    def stale(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: object) -> Verdict:
+        verdict = VERIFIERS["greedy"](tree, nodes, rows, NO_NOISE)
         if not verdict.path:
             return verdict
         return Verdict(verdict.path, int(rows[tree.parent[verdict.path[-1]]].argmax()))
@@ -115,7 +128,7 @@ def test_production_and_reference_agree(seed: int, dtype: torch.dtype) -> None:
             kept.add(node)
     nodes = sorted(kept)
     rows = torch.tensor([logits(seed, tuple(tree.path_tokens(node))) for node in nodes], dtype=dtype)
-    verdict = VERIFIERS["greedy"](tree, nodes, rows, lambda depth: 0.0)
+    verdict = VERIFIERS["greedy"](tree, nodes, rows, NO_NOISE)
     assert verdict == greedy_reference(tree, nodes, rows.tolist())
 
 
@@ -128,10 +141,10 @@ def test_ties_go_to_the_lowest_id(vocab: int) -> None:
     tree = TokenTree(0)
     a = tree.add(0, 0, -1.0, "small")
     b = tree.add(a, vocab // 2, -1.0, "small")
-    assert VERIFIERS["greedy"](tree, [0, a, b], rows, lambda depth: 0.0) == Verdict((a, b), 1)
+    assert VERIFIERS["greedy"](tree, [0, a, b], rows, NO_NOISE) == Verdict((a, b), 1)
 
 
 def test_an_empty_tree_still_makes_progress() -> None:
     """The root's row alone is plain decoding, masked tokens included."""
     rows = torch.tensor([[-float("inf"), 0.5, 0.25]])
-    assert VERIFIERS["greedy"](TokenTree(0), [0], rows, lambda depth: 0.0) == Verdict((), 1)
+    assert VERIFIERS["greedy"](TokenTree(0), [0], rows, NO_NOISE) == Verdict((), 1)

@@ -26,6 +26,7 @@ Traps:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -45,6 +46,7 @@ class TreeGraft:
     budget: int = 64  # verified nodes, root included
     pool: Literal["paper", "lookback"] = "paper"  # lookback: the released code's medium pool, which forgets P
     lookback: int = 5  # depths above the newest layer that the lookback pool reaches
+    min_probability: float = 0.0  # path probability below which a node is not worth a row of the target's forward
     max_nodes: int = 511  # size of the working tree, root included
     rank: Literal["rescored", "before"] = "rescored"  # before: choose the medium's frontier by the scores it found
     small: str = "small"
@@ -54,6 +56,8 @@ class TreeGraft:
         for name in ("steps", "frontier", "width", "budget", "max_nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0.0 <= self.min_probability <= 1.0:
+            raise ValueError(f"min_probability must be between 0 and 1, got {self.min_probability}")
         if self.lookback < 0:
             raise ValueError(f"lookback must be at least 0, got {self.lookback}")
         if self.pool not in ("paper", "lookback"):
@@ -144,8 +148,9 @@ class GraftGrowth:
         self.num_steps += 1
 
     def verify_nodes(self) -> list[int]:
-        """The best nodes of the working tree within the budget."""
-        return verify_set(self.tree, self._policy.budget)
+        """The best nodes of the working tree within the budget that are worth their row."""
+        least = self._policy.min_probability
+        return verify_set(self.tree, self._policy.budget, math.log(least) if least > 0.0 else -math.inf)
 
     def _merge(self, drafter: str, answer: Answer, frontier: Sequence[int]) -> None:
         """Attach the candidates of every frontier node, then the chains below them; sets N_{k+1} and touched."""

@@ -8,6 +8,7 @@ monotone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from tree.tree import TokenTree
@@ -33,18 +34,20 @@ def top(tree: TokenTree, nodes: Iterable[int], count: int) -> list[int]:
     return sorted(nodes, key=lambda node: rank_key(tree, node))[:count]
 
 
-def verify_set(tree: TokenTree, budget: int) -> list[int]:
+def verify_set(tree: TokenTree, budget: int, floor: float = -math.inf) -> list[int]:
     """Choose at most `budget` nodes, root included, for the target: ascending, root first, ancestor-closed.
 
     Nodes are taken in rank order together with their missing ancestors, and skipped if those do not fit. Unscored
-    (-inf) nodes fill what is left in (depth, index) order. Raise ValueError for a budget without room for the root.
+    (-inf) nodes fill what is left in (depth, index) order. Nodes whose score is below `floor` are not worth a row and
+    are left out even if there is room. Raise ValueError for a budget without room for the root.
     """
     if budget < 1:
         raise ValueError(f"budget must be at least 1 (the root), got {budget}")
-    if len(tree) <= budget:
+    worthy = [node for node in range(1, len(tree)) if tree.score[node] >= floor]
+    if len(worthy) < budget and len(worthy) == len(tree) - 1:
         return list(range(len(tree)))
     kept = {0}
-    for node in top(tree, range(1, len(tree)), len(tree)):
+    for node in top(tree, worthy, len(worthy)):
         missing = [node]  # empty iff an earlier, deeper node brought this one in
         while missing and missing[-1] in kept:
             missing.pop()

@@ -1,12 +1,12 @@
 """What a decision rule is: it walks a verified tree and says which nodes are accepted and what follows.
 
 One step emits the accepted path plus exactly one extra token from the target, so even an empty tree makes progress.
-A rule sees trees, target rows and uniforms only; it knows no model and no request.
+A rule sees trees, target rows and random numbers only; it knows no model and no request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,20 @@ class Verdict:
     promotions: int = 0  # accepted nodes that a lossless rule would have refused; 0 for every lossless rule
 
 
+class Noise(Protocol):
+    """The random numbers of the output positions that one tree covers.
+
+    Numbers of different depths, and the two kinds at one depth, are independent of each other and of all drafting
+    randomness. They belong to the output position, not to a node: asking twice with one depth gives the same numbers.
+    """
+
+    def uniform(self, depth: int) -> float:
+        """A number in [0, 1) for the output position at `depth`."""
+
+    def exponentials(self, depth: int, size: int) -> torch.Tensor:
+        """``[size]`` float32 standard exponentials (positive, finite) on the CPU, one per token."""
+
+
 class Verifier(Protocol):
     """A decision rule."""
 
@@ -36,13 +50,12 @@ class Verifier(Protocol):
         """True if the law of the emitted text is exactly the target's, for every deterministic tree."""
 
     def __call__(
-        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, uniform: Callable[[int], float]
+        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise
     ) -> Verdict:
         """Decide for the subset `nodes` of `tree` (ascending, root first, ancestor-closed).
 
         Args:
             rows: ``[len(nodes), vocab]`` target rows, row i at node ``nodes[i]``; logits for the greedy rule,
                 probabilities (after temperature, top-k, top-p) for the sampling walk. Any device, any float type.
-            uniform: depth -> a number in [0, 1) for the output position at that depth, independent across depths and
-                independent of all drafting randomness. Calling it twice with one depth gives the same number.
+            noise: the random numbers of the output positions at the tree's depths.
         """

@@ -6,14 +6,14 @@ child. The output equals plain greedy decoding token for token, given equal logi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from tree.tree import TokenTree
-from verify.base import Verdict
+from verify.base import Noise, Verdict
 from verify.walk import descend
 
 
@@ -25,8 +25,9 @@ class Greedy:
     lossless: ClassVar[bool] = True
 
     def __call__(
-        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, uniform: Callable[[int], float]
+        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise
     ) -> Verdict:
-        """Decide from logits ``[len(nodes), vocab]`` (any monotone function of them will do); `uniform` is not used."""
+        """Decide from logits ``[len(nodes), vocab]`` (any monotone function of them will do); `noise` is not used."""
         assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
-        return descend(tree, nodes, rows.argmax(dim=-1).tolist())  # argmax returns the first of equal maxima
+        best: list[int] = rows.argmax(dim=-1).tolist()  # argmax returns the first of equal maxima
+        return descend(tree, nodes, best.__getitem__)

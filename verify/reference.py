@@ -1,13 +1,14 @@
 """The decision rules once more, slow and obvious, with every random decision handed out.
 
 A rule here gets a *chooser*: asked with the depth and the weights of the alternatives, it returns the index of one. A
-chooser made from uniforms gives the same verdicts as the production rules, element by element. :func:`outcomes` instead
-tries every decision and yields every outcome with its probability, so that tests compare laws exactly and never by
-sampling.
+chooser that races exponentials gives the same verdicts as the production rules, element by element. :func:`outcomes`
+instead tries every decision and yields every outcome with its probability, so that tests compare laws exactly and never
+by sampling.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -51,21 +52,16 @@ def walk_reference(
         node = child
 
 
-def choose_by(uniform: Callable[[int], float]) -> Chooser:
-    """The chooser that inverts the cumulative distribution at ``uniform(depth)``; never picks a weight of 0."""
+def choose_by(exponentials: Callable[[int], Sequence[float]]) -> Chooser:
+    """The chooser that races ``exponentials(depth)``, one per alternative; never picks a weight of 0."""
 
     def choose(depth: int, weights: Sequence[float]) -> int:
-        threshold = uniform(depth) * sum_in_order(weights)
-        total = 0.0
-        last = -1
-        for index, weight in enumerate(weights):
-            if weight > 0:
-                total += weight
-                last = index
-                if total > threshold:
-                    break
-        assert last >= 0, "all weights are 0"
-        return last
+        winner, best = -1, math.inf
+        for index, (weight, exponential) in enumerate(zip(weights, exponentials(depth), strict=True)):
+            if weight > 0 and exponential / weight < best:
+                winner, best = index, exponential / weight
+        assert winner >= 0, "all weights are 0"
+        return winner
 
     return choose
 

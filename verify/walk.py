@@ -5,12 +5,16 @@ reached node the emitted token is drawn from p given the path, whatever the chil
 target's for *any* tree, however it was built. (Ratio tests of p against q are wrong on trees whose nodes were not
 sampled from q.) The expected number of accepted tokens is the sum over non-root nodes of the target's path probability.
 
-One uniform per depth decides: the token of an output position is a function of its own uniform and of p, so a seed
-reproduces the text whatever trees were drafted.
+A race draws the token: with standard exponentials E_t, one per token, ``argmin E_t / p_t`` has the law p (adding
+Gumbel noise to log p and taking the maximum is the same thing). The vector belongs to the output position, so a seed
+reproduces the text whatever trees were drafted. If p is off by rounding, as it is between batch shapes, the race has
+another winner with a probability of about the error's total variation only. Inverting the cumulative sum at one uniform
+instead lets an error at one token push the draw across all the narrow intervals behind it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,22 +22,23 @@ from typing import ClassVar
 import torch
 
 from tree.tree import TokenTree
-from verify.base import Verdict
+from verify.base import Noise, Verdict
 
 
-def descend(tree: TokenTree, nodes: Sequence[int], choices: Sequence[int]) -> Verdict:
+def descend(tree: TokenTree, nodes: Sequence[int], choose: Callable[[int], int]) -> Verdict:
     """Walk from the root along the target's choices; shared by all rules that pick one token per node.
 
     Args:
         nodes: the verified subset, root first; children outside it count as absent.
-        choices: the token chosen at each of `nodes`; only those on the way are used, and they must be >= 0.
+        choose: i -> the token chosen at ``nodes[i]``, or -1 if there is none. Only nodes on the way are asked for, each
+            once and top down.
     """
-    assert len(nodes) == len(choices) and nodes[0] == 0, "one choice per node, root first"
+    assert nodes[0] == 0, "root first"
     row = {node: i for i, node in enumerate(nodes)}
     path: list[int] = []
     node = 0
     while True:
-        token = choices[row[node]]
+        token = choose(row[node])
         assert token >= 0, f"the target's row at node {node} has no probability mass"
         child = tree.children[node].get(token)
         if child is None or child not in row:
@@ -42,23 +47,48 @@ def descend(tree: TokenTree, nodes: Sequence[int], choices: Sequence[int]) -> Ve
         node = child
 
 
-def inverse_cdf(p: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Token per row: the first whose cumulative probability exceeds ``uniforms * row sum``; -1 for a row without mass.
+def race(p: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
+    """Token per row with the smallest ``exponentials / p``, the lowest id on ties; -1: the row has no mass, or a NaN.
 
     Args:
-        p: ``[rows, vocab]`` probabilities; rows need not sum to 1 exactly, they are taken relative to their own sum.
-        uniforms: float64 ``[rows]`` in [0, 1), on the device of `p`.
+        p: ``[..., vocab]`` probabilities; rows need not sum to 1, only ratios count.
+        exponentials: ``[..., vocab]`` positive and finite, on the device of `p`; float32 is the precision of the race
+            unless one of the two is float64.
 
-    A token with p = 0 is never returned: not at uniform 0, and not when the product rounds up to the whole sum.
+    A token with p = 0 is never returned.
     """
-    total = p.double().cumsum(dim=-1)
-    is_possible = p > 0
-    # Rounding in a parallel scan may lift the sum at an impossible token, so possibility is required, not implied.
-    is_beyond = (total > (uniforms * total[:, -1]).unsqueeze(-1)) & is_possible
-    first = is_beyond.byte().argmax(dim=-1)
-    last_possible = p.shape[-1] - 1 - is_possible.flip(-1).byte().argmax(dim=-1)
-    token = torch.where(is_beyond.any(dim=-1), first, last_possible)
-    return torch.where(is_possible.any(dim=-1), token, torch.full_like(token, -1))
+    # The inverse, so that an impossible token is at 0 and not at infinity, and a NaN stays visible. Division is rounded
+    # correctly on every device, so all devices agree on the winner.
+    speed = p / exponentials
+    token = speed.argmax(dim=-1)  # the first of equal maxima, and a NaN before any number
+    return torch.where(speed.gather(-1, token.unsqueeze(-1)).squeeze(-1) > 0, token, -1)
+
+
+def walk_lazily(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    """Race only at the nodes that are reached, one more than are accepted. For rows that cost nothing to look at."""
+
+    def choose(i: int) -> int:
+        return int(race(rows[i], _exponentials(noise, tree.depth[nodes[i]], rows)))
+
+    return descend(tree, nodes, choose)
+
+
+def walk_at_once(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    """Race at all nodes, so that the device is waited for once, not once per depth. The verdict is the same."""
+    depths = sorted({tree.depth[node] for node in nodes})
+    by_depth = torch.stack([_exponentials(noise, depth, rows) for depth in depths]).to(rows.device)
+    index = torch.tensor([depths.index(tree.depth[node]) for node in nodes], device=rows.device)
+    tokens: list[int] = race(rows, by_depth[index]).tolist()
+    return descend(tree, nodes, tokens.__getitem__)
+
+
+def _exponentials(noise: Noise, depth: int, rows: torch.Tensor) -> torch.Tensor:
+    """``[vocab]``: the numbers of an output position, checked."""
+    exponentials = noise.exponentials(depth, rows.shape[1])
+    assert exponentials.shape == rows.shape[1:], f"rows {tuple(rows.shape)}, exponentials {tuple(exponentials.shape)}"
+    least, most = exponentials.aminmax()
+    assert 0 < least.item() and most.item() < math.inf, f"exponentials must be positive and finite: {least}, {most}"
+    return exponentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +98,8 @@ class TargetWalk:
     name: ClassVar[str] = "walk"
     lossless: ClassVar[bool] = True
 
-    def __call__(
-        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, uniform: Callable[[int], float]
-    ) -> Verdict:
-        """Decide from probabilities ``[len(nodes), vocab]`` and one uniform per depth.
-
-        All rows are decided at once, so that the device is waited for once, not once per depth.
-        """
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+        """Decide from probabilities ``[len(nodes), vocab]`` and one vector of exponentials per depth."""
         assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
-        by_depth = {depth: uniform(depth) for depth in sorted({tree.depth[node] for node in nodes})}
-        assert all(0.0 <= u < 1.0 for u in by_depth.values()), f"uniforms must be in [0, 1): {by_depth}"
-        uniforms = torch.tensor([by_depth[tree.depth[node]] for node in nodes], dtype=torch.float64)
-        return descend(tree, nodes, inverse_cdf(rows, uniforms.to(rows.device)).tolist())
+        walk = walk_lazily if rows.device.type == "cpu" else walk_at_once
+        return walk(tree, nodes, rows, noise)

@@ -1,0 +1,57 @@
+"""What the benches share: medians with their spread, tables, and the one JSON line that ends a run."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from app.machine import machine
+from models.loading import Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median and what it is the median of."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def spread(samples: Sequence[float]) -> Spread:
+    """Median and quartiles; smallest and largest where there are fewer than five samples."""
+    if len(samples) < 5:
+        return Spread(statistics.median(samples), min(samples), max(samples))
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Spread(middle, low, high)
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; the first column is to the left."""
+    table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    # In a file nothing may be cut off.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def finish(bench: str, placement: Placement, result: dict[str, Any], json_file: Path | None) -> None:
+    """Print the run as one JSON object, the last line, and write it to `json_file` if there is one."""
+    line = json.dumps({"bench": bench, "machine": machine(placement), **result}, ensure_ascii=False)
+    if json_file is not None:
+        json_file.write_text(line + "\n", "utf-8")
+    print(line)
