@@ -129,7 +129,7 @@ def main(
         exact = choose_placement(settings.device, "fp32")
         plain = PlainModel.load(resolved.target, exact, num_tokens=engine.vocab_size)
 
-        write = transformers_text(plain, engine._stop_tokens)  # type: ignore[attr-defined]
+        write = transformers_text(plain, engine.stop_tokens)
         methods.append(
             Method(
                 TRANSFORMERS,

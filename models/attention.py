@@ -100,7 +100,8 @@ def make_plan(segments: Sequence[Segment], pool: RowPool, slots: dict[int, int],
     """Lay out a forward over `segments`.
 
     With `union` one masked attention covers all segments: more arithmetic, one kernel per layer, which is what an
-    accelerator wants. Without, each segment attends on its own, which is what a CPU wants.
+    accelerator wants. Without, each segment attends on its own, which is what a CPU wants. The union's price: a masked NaN
+    is still a NaN (0 * NaN), so one sequence's broken numbers reach the whole batch, though never a later one's rows.
     """
     device = pool.keys.device
     spans, start = [], 0

@@ -93,10 +93,10 @@ def check_attention(lm: CausalLM, name: str, *, tolerance: float = 2e-3) -> None
         segment = Segment(tree, positions, np.asarray(prefix_rows), rows, range(count), visible=visible)
         ours = lm.forward([segment]).logits[:, : lm.num_tokens]
         plain = torch.stack([_plain_logits(lm, prefix + [tree[i] for i in path]) for path in paths])
+        written = lm.pool.keys[:, taken].abs().amax(dim=(1, 2, 3)) > 0
     except (TypeError, LookupError, AttributeError, RuntimeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnservableModel(f"{name}: {type(lm.model).__name__} does not run with tree attention ({reason})") from error
-        written = lm.pool.keys[:, taken].abs().amax(dim=(1, 2, 3)) > 0
     finally:
         lm.pool.release(taken)
     if not bool(written.all()):  # weak context dependence could hide it from the comparison below

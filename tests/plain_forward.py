@@ -28,7 +28,9 @@ def plain_logits(model: nn.Module, tokens: Sequence[int]) -> torch.Tensor:
     return model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
 
 
-def pair(family: toy.Family = "llama", seed: int = 0, *, num_rows: int = 512, **options: object) -> tuple[nn.Module, CausalLM]:
+def pair(
+    family: toy.Family = "llama", seed: int = 0, *, num_rows: int = 512, **options: object
+) -> tuple[nn.Module, CausalLM]:
     """The same tiny model twice: plain, and behind `CausalLM`."""
     vocab = int(options.pop("vocab_size", VOCAB))  # type: ignore[call-overload]
     wrap = {name: options.pop(name) for name in ("num_tokens", "capture") if name in options}
@@ -36,7 +38,9 @@ def pair(family: toy.Family = "llama", seed: int = 0, *, num_rows: int = 512, **
     return plain, CausalLM(toy.tiny_causal_lm(family, vocab, seed, **options), num_rows=num_rows, **wrap)  # type: ignore[arg-type]
 
 
-def random_tree(rng: random.Random, root: int, size: int, *, vocab: int = VOCAB, drafters: Sequence[str] = ("small",)) -> TokenTree:
+def random_tree(
+    rng: random.Random, root: int, size: int, *, vocab: int = VOCAB, drafters: Sequence[str] = ("small",)
+) -> TokenTree:
     """`size` nodes in all, hanging anywhere."""
     tree = TokenTree(root)
     grow_tree(rng, tree, size, vocab=vocab, drafters=drafters)

@@ -35,7 +35,7 @@ class Follower:
 
     def row(self, node: int) -> torch.Tensor:
         """The plain model's log-probabilities after `node`; padding ids have none."""
-        logits = plain_logits(self.plain, [*self.tokens, *self.tree.path_tokens(node)])[-1]
+        logits = plain_logits(self.plain, [*self.tokens, *self.tree.path_tokens(node)])[-1].clone()
         logits[self.drafter.lm.num_tokens :] = -math.inf
         return torch.log_softmax(logits, dim=-1)
 
@@ -80,7 +80,9 @@ def _ask(followers: Sequence[Follower], requests: Sequence[DraftRequest]) -> lis
     return answers  # type: ignore[return-value]
 
 
-def _drafter(family: toy.Family = "llama", *, name: str = "medium", **options: Any) -> tuple[CausalLMDrafter, nn.Module]:
+def _drafter(
+    family: toy.Family = "llama", *, name: str = "medium", **options: Any
+) -> tuple[CausalLMDrafter, nn.Module]:
     plain, lm = pair(family, **options)
     return CausalLMDrafter(name, lm), plain
 
@@ -381,7 +383,9 @@ def test_two_hundred_random_rounds_end_with_empty_books() -> None:
                 grow_tree(rng, follower.tree, len(follower.tree) + rng.randrange(0, 3), drafters=("small", "medium"))
             requests = [
                 follower.request(
-                    rng.sample(range(len(follower.tree)), min(2, len(follower.tree))), width=3, rescore=rng.random() < 0.4
+                    rng.sample(range(len(follower.tree)), min(2, len(follower.tree))),
+                    width=3,
+                    rescore=rng.random() < 0.4,
                 )
                 for follower in asked
             ]

@@ -87,7 +87,10 @@ def test_a_tree_fed_layer_by_layer_gives_the_same_logits(family: toy.Family, uni
 
 
 @settings(max_examples=12)
-@given(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=4), st.randoms(use_true_random=False))
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), min_size=1, max_size=4),
+    st.randoms(use_true_random=False),
+)
 def test_one_masked_attention_equals_one_per_segment(shapes: list[tuple[int, int]], rng: random.Random) -> None:
     """The two layouts are two pieces of code for one thing; only the CPU's is exercised by most tests."""
     results = []
@@ -169,7 +172,9 @@ def test_captured_hidden_states_are_the_plain_models(family: toy.Family) -> None
             states = plain(torch.tensor([text.tokens]), output_hidden_states=True, use_cache=False).hidden_states
             for layer in (0, 1):  # entry 0 is the embedding
                 assert gap(scores.hidden[layer][start : start + len(text.tokens)], states[layer + 1][0]) <= TOLERANCE
-            last = plain.model.norm(scores.hidden[2][start : start + len(text.tokens)])  # transformers norms the last one
+            last = plain.model.norm(
+                scores.hidden[2][start : start + len(text.tokens)]
+            )  # transformers norms the last one
             assert gap(last, states[3][0]) <= TOLERANCE
 
 
@@ -210,7 +215,12 @@ def test_more_tokens_than_rows_of_the_embedding_are_no_padding() -> None:
 def test_forwards_and_their_rows_are_counted() -> None:
     """Benches report causes by these counters."""
     _, lm = pair()
-    lm.forward([Segment([1, 2], [0, 1], NOTHING, lm.pool.allocate(2), ()), Segment([3], [0], NOTHING, lm.pool.allocate(1), (0,))])
+    lm.forward(
+        [
+            Segment([1, 2], [0, 1], NOTHING, lm.pool.allocate(2), ()),
+            Segment([3], [0], NOTHING, lm.pool.allocate(1), (0,)),
+        ]
+    )
     assert (lm.num_forwards, lm.num_rows_forwarded) == (1, 3)
 
 

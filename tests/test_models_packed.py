@@ -107,7 +107,9 @@ def test_a_packed_linear_is_the_linear(kind: type[HalfLinear] | type[PackedLinea
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_packed_model_is_the_model(kind: type[HalfLinear] | type[PackedLinear], family: toy.Family, tied: bool) -> None:
+def test_a_packed_model_is_the_model(
+    kind: type[HalfLinear] | type[PackedLinear], family: toy.Family, tied: bool
+) -> None:
     """Every linear layer and gated MLP is swapped, biases survive, and only weights are rounded."""
     model = toy.tiny_causal_lm(family, VOCAB, 0, tied=tied)
     twin = copy.deepcopy(model)
@@ -158,7 +160,9 @@ def test_an_mlp_that_only_looks_like_one_keeps_its_own_code(kind: type[HalfLinea
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_tree_over_a_packed_model_gives_the_packed_models_plain_logits(kind: type[HalfLinear] | type[PackedLinear]) -> None:
+def test_a_tree_over_a_packed_model_gives_the_packed_models_plain_logits(
+    kind: type[HalfLinear] | type[PackedLinear],
+) -> None:
     """Packing and tree attention together, against the packed model's own plain forward."""
     rng = random.Random(0)
     plain, lm = pair("qwen2")

@@ -67,7 +67,9 @@ def test_full_attention_decoders_load_and_pass_the_probe(family: toy.Family, tie
 
 def test_a_decoder_of_another_build_passes_the_probe(tmp_path: Path) -> None:
     """Learned positions, other names of layers and sizes: nothing here is written for one family."""
-    config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
+    )
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     check_attention(CausalLM(load_model(tmp_path, PLAIN), num_rows=16), "gpt2")
 
@@ -89,12 +91,18 @@ def _config(name: str, **options: Any) -> Any:
         (lambda: _config("Gemma3TextConfig"), "sliding-window"),
         (lambda: _config("Gemma2Config"), "sliding-window"),
         (lambda: _config("Gemma2Config", sliding_window=None, layer_types=["full_attention"] * 2), "capped"),
-        (lambda: _config("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1), "sliding-window"),
+        (
+            lambda: _config("Qwen2Config", use_sliding_window=True, sliding_window=8, max_window_layers=1),
+            "sliding-window",
+        ),
         (lambda: _config("Qwen3NextConfig"), "recurrent"),
         (lambda: transformers.T5Config(), "encoder-decoder"),
         (lambda: transformers.MambaConfig(hidden_size=32, num_hidden_layers=2), "recurrent"),
         (lambda: transformers.FalconMambaConfig(hidden_size=32, num_hidden_layers=2), "recurrent"),
-        (lambda: _config("LlamaConfig", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "'dynamic'"),
+        (
+            lambda: _config("LlamaConfig", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "'dynamic'",
+        ),
     ],
     ids=["gemma3", "gemma2", "softcap", "qwen2-window", "linear", "t5", "mamba", "falcon-mamba", "dynamic-rope"],
 )

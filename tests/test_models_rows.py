@@ -117,7 +117,9 @@ def test_two_hundred_rounds_of_grow_verify_commit_keep_the_books_and_the_logits(
             segment = text.segment(lm, tree)
             logits = lm.forward([segment]).logits
             lm.pool.release(segment.rows)
-            assert gap(logits, plain_logits(plain, text.tokens)[-1:]) <= 1e-4, f"round {number}, {len(text.tokens)} tokens"
+            assert gap(logits, plain_logits(plain, text.tokens)[-1:]) <= 1e-4, (
+                f"round {number}, {len(text.tokens)} tokens"
+            )
         if len(text.tokens) > 200 or rng.random() < 0.02:
             texts.remove(text)
             lm.pool.release(text.rows.truncate(0))

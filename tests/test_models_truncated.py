@@ -101,7 +101,9 @@ def test_it_works_for_decoders_of_another_build() -> None:
     """Layers may have another name than `layers`."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None
+    )
     model = GPT2LMHeadModel(config).eval()
     want = plain_logits(model, [1, 2, 3])
     lm = CausalLM(model, num_rows=16)

@@ -72,7 +72,7 @@ def prove(
         return PlainModel.load(resolved.target, placement, num_tokens=engine.vocab_size)
 
     plain = load_plain() if reference == "transformers" else None
-    written = None if plain is None else transformers_text(plain, engine._stop_tokens)  # type: ignore[attr-defined]
+    written = None if plain is None else transformers_text(plain, engine.stop_tokens)
     say(f"reference at temperature 0: {reference} ({placement.weights} weights); above it: ar with the same seed")
     try:
         subject = Subject(engine, [encode(tokenizer, messages) for messages in conversations], max_tokens, seed)
