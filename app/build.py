@@ -25,6 +25,7 @@ from engine.text import byte_fallback_ids
 from models.causal_lm import CausalLM, decoder_layers
 from models.loading import Placement, choose_placement, load_model, load_tokenizer, prepare
 from models.refusal import check_attention
+from models.threads import no_helpers
 from models.truncated import truncate
 from scheduler.registry import build_schedules, check_budget
 
@@ -40,6 +41,11 @@ def build(settings: Settings, progress: Progress) -> LoadedEngine:
 
     Raises ValueError, its subclasses included, for what the user can mend.
     """
+    with no_helpers():
+        return _build(settings, progress)
+
+
+def _build(settings: Settings, progress: Progress) -> LoadedEngine:
     placement = choose_placement(settings.device, settings.weights)
     source = settings.target
     progress(f"loading {_model_id(source)} ({placement.device.type}, {placement.weights})")
