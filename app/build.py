@@ -20,7 +20,8 @@ from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.ngram import NgramDrafter
 from drafters.vocab import check_same_vocab
-from engine.engine import Engine, Limits
+from engine.admission import Limits
+from engine.engine import Engine
 from engine.text import byte_fallback_ids
 from models.causal_lm import CausalLM, decoder_layers
 from models.loading import Placement, choose_placement, load_model, load_tokenizer, prepare

@@ -14,10 +14,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from typing import Protocol
 
 from drafters.base import Drafter
+from engine.admission import Limits, check_request, choose_schedule
 from engine.commit import Block, commit, count_step
 from engine.draft import grow_trees
 from engine.noise import TargetNoise
@@ -32,7 +32,7 @@ from engine.request import (
     StepStats,
 )
 from engine.score import Scored, score
-from engine.sequence import Sequence, open_sequence, rows_needed
+from engine.sequence import Sequence, open_sequence
 from engine.step_stats import add_to_request, by_schedule
 from engine.text import TextStream
 from models.causal_lm import CausalLM
@@ -56,23 +56,6 @@ class Observer(Protocol):
 
     def on_finish(self, stats: RequestStats, reason: FinishReason, /) -> None:
         """One request is over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How much the engine takes on."""
-
-    max_num_seqs: int = 8  # sequences that advance together
-    max_waiting: int = 64  # requests that may wait besides
-    prefill_chunk: int = 256  # prompt tokens one sequence is fed per step
-    stall_s: float = 30.0  # no step for this long, with work waiting, is ill health
-
-    def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_waiting < 0:
-            raise ValueError(f"max_waiting must be at least 0, got {self.max_waiting}")
 
 
 class Engine:
@@ -166,7 +149,13 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, QueueFull or EngineStopped, and then nothing was queued."""
-        self._check(request)
+        check_request(
+            request,
+            self._schedule(request),
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            num_rows=self.target.pool.num_rows,
+        )
         with self._lock:
             if not self._accepting:
                 raise EngineStopped(self._failure or "the engine takes no requests")
@@ -193,47 +182,8 @@ class Engine:
         if self._thread.is_alive():
             self._thread.join()
 
-    def _check(self, request: Request) -> None:
-        """Refuse what can never be served; messages give the true numbers."""
-        num_prompt = len(request.prompt)
-        if num_prompt < 1:
-            raise RequestError("the prompt is empty", param="prompt")
-        if request.max_tokens is not None and request.max_tokens < 1:
-            raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
-        bad = next((token for token in request.prompt if not 0 <= token < self.vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad} is outside the vocabulary of {self.vocab_size}", param="prompt")
-        if num_prompt >= self.max_model_len or num_prompt + (request.max_tokens or 1) > self.max_model_len:
-            asked = f" and {request.max_tokens} new ones were asked for" if request.max_tokens else ""
-            raise RequestError(
-                f"the context holds {self.max_model_len} tokens; the prompt has {num_prompt}{asked}",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        schedule = self._schedule(request)
-        needed = rows_needed(num_prompt, request.max_tokens, schedule.budget, self.max_model_len)
-        if needed > self.target.pool.num_rows:
-            raise RequestError(
-                f"the request may need {needed} cache rows, the server has {self.target.pool.num_rows}; "
-                "ask for fewer tokens or a smaller budget",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-
     def _schedule(self, request: Request) -> Schedule:
-        name = request.schedule or self.default_schedule
-        if name not in self.schedules:
-            known = ", ".join(self.schedules)
-            raise RequestError(f"schedule {name!r} is not one of {known}", param="speculative.schedule")
-        schedule = self.schedules[name]
-        if request.budget is None:
-            return schedule
-        if not 1 <= request.budget <= self._max_budget:
-            raise RequestError(
-                f"budget must be between 1 (the root alone) and {self._max_budget}, not {request.budget}",
-                param="speculative.budget",
-            )
-        return schedule.with_budget(request.budget)
+        return choose_schedule(request, self.schedules, self.default_schedule, max_budget=self._max_budget)
 
     # ---- engine thread ----------------------------------------------------------------------------------------------
 

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.ngram import NgramDrafter
-from engine.engine import Engine, Limits
+from engine.admission import Limits
+from engine.engine import Engine
 from engine.request import Delta, FinishReason, Request, RequestStats
 from models import toy
 from models.causal_lm import CausalLM

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from drafters.base import DraftRequest, Halt
 from drafters.causal_lm import CausalLMDrafter
-from engine.engine import Limits
+from engine.admission import Limits
 from engine.request import EngineStopped, FinishReason, QueueFull, RequestStats, StepStats
 from tests.engine_world import World, greedy_reference
 from tree.growth import Answer
@@ -301,7 +301,8 @@ def test_mixed_load_ends_with_nothing_left(tiny_model: TinyModel) -> None:
             options: dict[str, Any] = {"max_tokens": rng.choice([1, 5, 30, 80]), "temperature": rng.choice([0.0, 1.0])}
             if i % 5 == 0:
                 options["stop"] = ["a", "Q"]
-            pending.append(world.submit([rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))], rng.choice(names), **options))
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 40))]
+            pending.append(world.submit(prompt, rng.choice(names), **options))
             if i % 7 == 0:
                 world.engine.abort(pending[-1].id)
         replies = [p.result() for p in pending]

@@ -92,7 +92,7 @@ def test_the_context_end_is_a_length_finish(tiny_model: TinyModel, schedule: str
 @pytest.mark.parametrize("chunk", [1, 3, 16, 256])
 def test_prompts_are_read_in_chunks_without_changing_the_answer(tiny_model: TinyModel, chunk: int) -> None:
     """A chunk border that loses or repeats a row changes the first token already."""
-    from engine.engine import Limits
+    from engine.admission import Limits
 
     target = tiny_model("llama", 120, 11)
     limits = Limits(prefill_chunk=chunk)

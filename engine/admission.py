@@ -1,0 +1,76 @@
+"""What the engine takes on: its limits, and the check that refuses what could never be served.
+
+Everything here runs on the caller's thread, before anything is queued, so a refusal leaves no trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.request import Request, RequestError
+from engine.sequence import rows_needed
+from scheduler.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much the engine takes on."""
+
+    max_num_seqs: int = 8  # sequences that advance together
+    max_waiting: int = 64  # requests that may wait besides
+    prefill_chunk: int = 256  # prompt tokens one sequence is fed per step
+    stall_s: float = 30.0  # no step for this long, with work waiting, is ill health
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_waiting < 0:
+            raise ValueError(f"max_waiting must be at least 0, got {self.max_waiting}")
+
+
+def choose_schedule(
+    request: Request, schedules: Mapping[str, Schedule], default: str, *, max_budget: int
+) -> Schedule:
+    """The schedule a request names, or the default, with the budget it asks for. RequestError for what there is not."""
+    name = request.schedule or default
+    if name not in schedules:
+        raise RequestError(f"schedule {name!r} is not one of {', '.join(schedules)}", param="speculative.schedule")
+    if request.budget is None:
+        return schedules[name]
+    if not 1 <= request.budget <= max_budget:
+        raise RequestError(
+            f"budget must be between 1 (the root alone) and {max_budget}, not {request.budget}",
+            param="speculative.budget",
+        )
+    return schedules[name].with_budget(request.budget)
+
+
+def check_request(
+    request: Request, schedule: Schedule, *, vocab_size: int, max_model_len: int, num_rows: int
+) -> None:
+    """Refuse, by RequestError, what can never be served; messages give the true numbers."""
+    num_prompt = len(request.prompt)
+    if num_prompt < 1:
+        raise RequestError("the prompt is empty", param="prompt")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise RequestError(f"max_tokens must be at least 1, not {request.max_tokens}", param="max_tokens")
+    if num_prompt >= max_model_len or num_prompt + (request.max_tokens or 1) > max_model_len:
+        asked = f" and {request.max_tokens} new ones were asked for" if request.max_tokens else ""
+        raise RequestError(
+            f"the context holds {max_model_len} tokens; the prompt has {num_prompt}{asked}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    bad = next((token for token in request.prompt if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}", param="prompt")
+    needed = rows_needed(num_prompt, request.max_tokens, schedule.budget, max_model_len)
+    if needed > num_rows:
+        raise RequestError(
+            f"the request may need {needed} cache rows, the server has {num_rows}; "
+            "ask for fewer tokens or a smaller budget",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
