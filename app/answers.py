@@ -244,7 +244,9 @@ def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | N
     if asked is None:
         return engine.default_schedule, None
     off = asked.enabled is False
-    name = asked.schedule or (AUTOREGRESSIVE if off else engine.default_schedule)
+    name = asked.schedule
+    if name is None:  # an empty name is a name too, of no schedule
+        name = AUTOREGRESSIVE if off else engine.default_schedule
     if name not in engine.schedules:
         message = f"There is no schedule {shorten(name)!r}; there are {', '.join(sorted(engine.schedules))}."
         raise RequestError(message, param="speculative.schedule")

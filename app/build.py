@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from app.config import Settings
@@ -31,7 +31,7 @@ from models.truncated import truncate
 from scheduler.registry import build_schedules, check_budget
 
 NGRAM, TRUNCATED = "ngram", "truncated"
-_MAX_BUDGET = 512  # nodes per tree; masks and host work grow with the square
+_MAX_BUDGET = 511  # nodes per tree, root included; what a working tree holds at most
 _MEMORY_SHARE = 0.4  # of the memory that is free, for the rows of all models together
 
 Progress = Callable[[str], None]
@@ -68,6 +68,9 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
     budget = settings.budget or default_budget(placement)
     check_budget(budget, _MAX_BUDGET)
     num_rows = settings.kv_rows or _fitting_rows(settings, target_model, drafter_models, budget, placement)
+    max_model_len = min(settings.max_model_len or num_rows, num_rows - budget)
+    if max_model_len < 2:
+        raise ValueError(f"kv_rows = {num_rows} has no room for a text beside a tree of budget = {budget} nodes")
     target = CausalLM(target_model, num_rows=num_rows, num_tokens=num_tokens)
     check_attention(target, settings.target)
 
@@ -81,6 +84,7 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         medium="medium" if "medium" in drafters else None,
         budget=budget,
         min_probability=_worth_a_row(placement),
+        width=4 if placement.device.type == "cpu" else 10,
         word=settings.plan,
     )
     engine = Engine(
@@ -92,7 +96,7 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         stop_tokens=_stop_tokens(tokenizer, target_model),
         byte_ids=byte_fallback_ids(tokenizer.get_vocab()),
         model_id=_model_id(source),
-        max_model_len=settings.max_model_len,
+        max_model_len=max_model_len,
         limits=limits,
         max_budget=_MAX_BUDGET,
     )
@@ -102,7 +106,7 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
 
 def default_budget(placement: Placement) -> int:
     """Nodes verified per step where nobody says otherwise: rows are dear on a CPU and nearly free on an accelerator."""
-    return 8 if placement.device.type == "cpu" else 32
+    return 8 if placement.device.type == "cpu" else 64
 
 
 def _worth_a_row(placement: Placement) -> float:
@@ -180,9 +184,14 @@ def _row_bytes(config: Any, element_size: int) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
+    """Memory that may still be taken on `device`, within the limit of a container if there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = psutil.virtual_memory().available
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
+        free = min(free, int(text) - int(used.read_text()))
+    return max(free, 0)
 
 
 def _stop_tokens(tokenizer: Any, model: Any) -> frozenset[int]:

@@ -43,7 +43,7 @@ class Settings(BaseSettings):
         default=None, description="Schedule of requests that name none; none: chosen by the drafters."
     )
     budget: int | None = Field(
-        default=None, ge=1, description="Nodes verified per step, root included; none: 8 on a CPU, 32 on an accelerator."
+        default=None, ge=1, description="Nodes verified per step, root included; none: 8 on a CPU, 64 on an accelerator."
     )
     weights: Literal["auto", "fp16", "fp32", "bf16"] = Field(
         default="auto", description="Number format of the weights."

@@ -31,6 +31,7 @@ MAX_STOP_CHARS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 4096
+MAX_COUNT = 2**63 - 1  # beyond it no count can be meant, and a sum might have more digits than Python prints
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -111,7 +112,7 @@ class Speculation(Body):
 
     enabled: bool | None = Field(None, description="false: decode without drafting, which is the schedule 'ar'.")
     schedule: str | None = Field(None, description="A name from /v1/schedules.")
-    budget: Annotated[int, Field(ge=1)] | None = Field(None, description="Nodes verified per step, root included.")
+    budget: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = Field(None, description="Nodes verified per step, root included.")
 
 
 class StreamOptions(Body):
@@ -183,8 +184,8 @@ class GenerationBody(Body):
     }
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
-    max_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="Most tokens of the answer; at least 1.")
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(None, description="Another name of max_tokens.")
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = Field(None, description="Most tokens of the answer; at least 1.")
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = Field(None, description="Another name of max_tokens.")
     # The ranges of these four are SamplingParams' to check.
     temperature: float | None = Field(None, description="0 to 2; 0: always the likeliest token. Default 1.")
     top_p: float | None = Field(None, description="Probability mass of the likeliest tokens kept, above 0. Default 1.")

@@ -29,7 +29,7 @@ class DraftRequest:
 class Halt:
     """A drafter's refusal to go on with one sequence; `reason` is a short, bounded word (a metric label)."""
 
-    reason: str  # "context", "rows", "nan"
+    reason: str  # "context", "rows", "nan", "error"
 
 
 class Drafter(Protocol):

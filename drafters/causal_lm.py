@@ -21,7 +21,7 @@ from tree.flatten import visible
 from tree.growth import Answer, Ask, Candidates
 from tree.tree import TokenTree
 
-_CATCH_UP = 512  # most verified tokens fed at once; bounds the memory of a forward over a long prompt
+_CATCH_UP = 512  # most verified tokens fed at once: a long prompt must not hold up the answers of others
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +31,15 @@ class Following:
     rows: RowList = field(default_factory=RowList)  # of the verified text, the root included once it was fed
     node_rows: dict[int, int] = field(default_factory=dict)  # tree node -> row, in the order they were fed; no root
     log_probs: dict[int, torch.Tensor] = field(default_factory=dict)  # node (0: root) -> [vocab] row on the device
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """What one sequence is fed in one forward."""
+
+    text: Sequence[int]  # verified tokens the drafter has not seen
+    nodes: list[int]  # tree nodes, ascending
+    is_partial: bool  # the text ends before the root; there is nothing to answer from yet
 
 
 class CausalLMDrafter:
@@ -48,20 +57,24 @@ class CausalLMDrafter:
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
-        """Feed what is missing of every sequence in one forward and read the candidates off it."""
+        """Feed what is missing of every sequence in one forward and read the candidates off it.
+
+        A sequence far behind, as after a long prompt, is fed a part of its text and gets no candidates yet.
+        """
         answers: list[Answer | Halt | None] = [None] * len(requests)
-        live: list[int] = []
-        spoken_for = 0  # rows that the sequences let in so far will take in the shared forward
+        feeds: dict[int, Feed] = {}
+        promised = 0  # rows that the sequences let in so far will take in the shared forward
         for index, request in enumerate(requests):
-            admitted = self._catch_up(request, spoken_for)
-            if isinstance(admitted, Halt):
-                answers[index] = admitted
+            feed = _missing(request, self.name)
+            halt = self._obstacle(request, feed, self.lm.pool.num_free - promised)
+            if halt is not None:
+                answers[index] = halt
             else:
-                spoken_for += admitted
-                live.append(index)
-        self._feed([requests[index] for index in live])
-        for index in live:
-            answers[index] = _read(requests[index], self.name)
+                promised += len(feed.text) + len(feed.nodes)
+                feeds[index] = feed
+        self._feed([(requests[index], feed) for index, feed in feeds.items() if feed.text or feed.nodes])
+        for index, feed in feeds.items():
+            answers[index] = Answer({}, {}) if feed.is_partial else _read(requests[index], self.name)
         return [answer for answer in answers if answer is not None]
 
     def commit(self, state: Following, context: Sequence[int], tree: TokenTree | None, path: Sequence[int]) -> None:
@@ -85,74 +98,62 @@ class CausalLMDrafter:
         state.node_rows.clear()
         state.log_probs.clear()
 
-    def _catch_up(self, request: DraftRequest, spoken_for: int) -> int | Halt:
-        """Feed the far part of a long prompt; how many rows the rest of the question takes, or why it cannot be answered.
-
-        `spoken_for` rows of the pool are promised to other sequences of the same call.
-        """
-        state, context = request.state, request.context
-        nodes = _missing_nodes(request, self.name)
-        deepest = max((request.tree.depth[node] for node in (*nodes, *request.ask.nodes)), default=0)
-        if len(context) + deepest > self.lm.max_positions:
+    def _obstacle(self, request: DraftRequest, feed: Feed, num_free: int) -> Halt | None:
+        """Why a question cannot be answered, if so."""
+        deepest = max((request.tree.depth[node] for node in (*feed.nodes, *request.ask.nodes)), default=0)
+        if len(request.context) + deepest > self.lm.max_positions:
             return Halt("context")
-        if len(context) - len(state.rows) + len(nodes) > self.lm.pool.num_free - spoken_for:
-            return Halt("rows")
-        while len(context) - len(state.rows) > _CATCH_UP:
-            start, end = len(state.rows), len(state.rows) + _CATCH_UP
-            rows = self.lm.pool.allocate(_CATCH_UP)
-            try:
-                self.lm.forward([Segment(context[start:end], range(start, end), state.rows.view(), rows, ())])
-            except BaseException:
-                self.lm.pool.release(rows)
-                raise
-            state.rows.extend(rows)
-        return len(context) - len(state.rows) + len(nodes)
+        needed = len(request.context) - len(request.state.rows) + len(feed.nodes)
+        return Halt("rows") if needed > num_free else None
 
-    def _feed(self, requests: Sequence[DraftRequest]) -> None:
+    def _feed(self, fed: Sequence[tuple[DraftRequest, Feed]]) -> None:
         """One forward over every request's missing text and nodes; remembers rows and log-probabilities."""
-        fed: list[tuple[DraftRequest, list[int], Segment]] = []
-        for request in requests:
-            nodes = _missing_nodes(request, self.name)
-            segment = self._segment(request, nodes)
-            if segment is not None:
-                fed.append((request, nodes, segment))
         if not fed:
             return
+        taken: list[list[int]] = []
         try:
-            scores = self.lm.forward([segment for _, _, segment in fed])
+            for _, feed in fed:
+                taken.append(self.lm.pool.allocate(len(feed.text) + len(feed.nodes)))
+            segments = [_segment(request, feed, rows) for (request, feed), rows in zip(fed, taken, strict=True)]
+            scores = self.lm.forward(segments)
+            log_probs = torch.log_softmax(scores.logits, dim=-1)
         except BaseException:
-            for _, _, segment in fed:  # no state knows of these rows yet
-                self.lm.pool.release(segment.rows)
+            for rows in taken:  # no state knows of these rows yet
+                self.lm.pool.release(rows)
             raise
-        log_probs = torch.log_softmax(scores.logits, dim=-1)
-        for index, (request, nodes, segment) in enumerate(fed):
-            state = request.state
-            num_text = len(segment.rows) - len(nodes)
-            state.rows.extend(segment.rows[:num_text])
-            state.node_rows.update(zip(nodes, segment.rows[num_text:], strict=True))
-            scored = [0, *nodes] if num_text else nodes
+        for index, ((request, feed), rows) in enumerate(zip(fed, taken, strict=True)):
+            state, num_text = request.state, len(feed.text)
+            state.rows.extend(rows[:num_text])
+            state.node_rows.update(zip(feed.nodes, rows[num_text:], strict=True))
+            scored = [0, *feed.nodes] if num_text and not feed.is_partial else feed.nodes
             state.log_probs.update(zip(scored, log_probs[scores.offsets[index] : scores.offsets[index + 1]], strict=True))
 
-    def _segment(self, request: DraftRequest, nodes: list[int]) -> Segment | None:
-        """Missing text (its last token is the root), then `nodes`; None if nothing is missing."""
-        state, tree, context = request.state, request.tree, request.context
-        start = len(state.rows)
-        text = context[start:]
-        if not text and not nodes:
-            return None
-        earlier = list(state.node_rows)
-        assert not (text and earlier), "nodes were fed before their root"
-        mask = visible(tree, nodes, [*earlier, *nodes])
-        root = len(context) - 1
-        return Segment(
-            tokens=[*text, *(tree.token[node] for node in nodes)],
-            positions=[*range(start, len(context)), *(root + tree.depth[node] for node in nodes)],
-            prefix=state.rows.view(),
-            rows=self.lm.pool.allocate(len(text) + len(nodes)),
-            wanted=range(max(len(text) - 1, 0), len(text) + len(nodes)),
-            tree_rows=[state.node_rows[node] for node in earlier],
-            visible=chain_then_tree(len(text), mask) if text else mask,
-        )
+
+def _missing(request: DraftRequest, name: str) -> Feed:
+    """What to feed before the question can be answered, or a part of the text if that is a lot."""
+    state, context = request.state, request.context
+    start = len(state.rows)
+    if len(context) - start > _CATCH_UP:
+        return Feed(context[start : start + _CATCH_UP], [], is_partial=True)
+    return Feed(context[start:], _missing_nodes(request, name), is_partial=False)
+
+
+def _segment(request: DraftRequest, feed: Feed, rows: list[int]) -> Segment:
+    """Missing text in causal order (its last token is the root unless the feed is partial), then nodes below it."""
+    state, tree = request.state, request.tree
+    start, root, num_text = len(state.rows), len(request.context) - 1, len(feed.text)
+    earlier = list(state.node_rows)
+    assert not (num_text and earlier), "nodes were fed before their root"
+    mask = visible(tree, feed.nodes, [*earlier, *feed.nodes])
+    return Segment(
+        tokens=[*feed.text, *(tree.token[node] for node in feed.nodes)],
+        positions=[*range(start, start + num_text), *(root + tree.depth[node] for node in feed.nodes)],
+        prefix=state.rows.view(),
+        rows=rows,
+        wanted=() if feed.is_partial else range(max(num_text - 1, 0), len(rows)),
+        tree_rows=[state.node_rows[node] for node in earlier],
+        visible=chain_then_tree(num_text, mask) if num_text else mask,
+    )
 
 
 def _missing_nodes(request: DraftRequest, name: str) -> list[int]:

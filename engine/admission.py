@@ -52,6 +52,10 @@ def check_request(
 ) -> None:
     """Refuse, by RequestError, what can never be served; messages give the true numbers."""
     num_prompt = len(request.prompt)
+    if any(not stop for stop in request.stop):
+        raise RequestError("a stop string must not be empty", param="stop")
+    if request.keep_trees < 0:
+        raise RequestError(f"keep_trees must be at least 0, not {request.keep_trees}", param="keep_trees")
     if num_prompt < 1:
         raise RequestError("the prompt is empty", param="prompt")
     if request.max_tokens is not None and request.max_tokens < 1:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drafters.base import Drafter
-from engine.draft import Draft
+from engine.draft import commit_drafters
 from engine.request import DrafterCount, FinishReason, StepStats
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
@@ -36,10 +36,9 @@ def commit(
     stop_tokens: frozenset[int],
 ) -> Block:
     """Keep the rows of the accepted path, free the others, tell the drafters, and append the block's tokens."""
-    sequence, tree = scored.sequence, scored.growth.tree
+    sequence, tree = scored.draft.sequence, scored.draft.growth.tree
     _keep_rows(scored, verdict, pool)
-    for name, state in sequence.drafter_states.items():
-        drafters[name].commit(state, sequence.tokens, tree, verdict.path)
+    commit_drafters(scored.draft, drafters, verdict.path)
     if sequence.request.keep_trees:
         sequence.trees.append(TreeRecord(tree, tuple(scored.nodes), verdict.path, verdict.extra))
     tokens = (*(tree.token[node] for node in verdict.path), verdict.extra)
@@ -50,10 +49,13 @@ def commit(
 
 
 def _keep_rows(scored: Scored, verdict: Verdict, pool: RowPool) -> None:
-    sequence = scored.sequence
-    num_pending = len(sequence.pending)
+    """From here on the sequence owns what it keeps, and the pool has the rest back: the result holds no rows any more."""
+    sequence = scored.draft.sequence
+    num_pending = sequence.num_pending
     row_of = dict(zip(scored.nodes[1:], scored.rows[num_pending:], strict=True))
-    sequence.rows.extend([*scored.rows[:num_pending], *(row_of.pop(node) for node in verdict.path)])
+    kept = [*scored.rows[:num_pending], *(row_of.pop(node) for node in verdict.path)]
+    scored.rows.clear()
+    sequence.rows.extend(kept)
     pool.release(row_of.values())
 
 
@@ -82,9 +84,10 @@ def _append(sequence: Sequence, tokens: tuple[int, ...], creators: tuple[str, ..
     return Block(tokens[:used], creators[:used], "".join(pieces), finish)
 
 
-def count_step(scored: Scored, block: Block, draft: Draft, verify_s: float) -> StepStats:
+def count_step(scored: Scored, block: Block, verify_s: float) -> StepStats:
     """What this step did for one sequence."""
-    tree, nodes = scored.growth.tree, scored.nodes
+    draft, nodes = scored.draft, scored.nodes
+    tree = draft.growth.tree
     drafters = {name: DrafterCount(forwards=count) for name, count in draft.forwards.items()}
     for node in nodes[1:]:
         drafters.setdefault(tree.creator[node], DrafterCount()).drafted += 1
@@ -92,12 +95,12 @@ def count_step(scored: Scored, block: Block, draft: Draft, verify_s: float) -> S
         if creator != "target":
             drafters[creator].accepted += 1
     return StepStats(
-        schedule=scored.sequence.schedule.name,
+        schedule=draft.sequence.schedule.name,
         num_drafts=int(len(nodes) > 1),
         num_steps=1,
         num_output_tokens=len(block.token_ids),
         num_verified_nodes=len(nodes),
-        num_grafts=scored.growth.num_grafts,
+        num_grafts=draft.growth.num_grafts,
         drafters=drafters,
         drafter_steps={name: 1 for name, count in drafters.items() if count.drafted},
         halts=tuple(draft.halts),

@@ -11,12 +11,13 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from drafters.base import Drafter, DraftRequest, Halt
 from engine.sequence import Sequence
 from scheduler.schedule import Action, Signals
-from tree.growth import Ask, Growth
+from tree.growth import Answer, Ask, Growth
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ class Draft:
     sequence: Sequence
     growth: Growth
     step: int = 0  # drafting steps decided
+    is_over: bool = False  # an answer could not be used; no further questions in this step
     exhausted: set[str] = field(default_factory=set)  # drafters with nothing to do since the tree last changed
     forwards: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     halts: list[tuple[str, str]] = field(default_factory=list)  # drafters that gave up in this step, and why
@@ -41,14 +43,17 @@ def grow_trees(
     stop_tokens: frozenset[int],
     vocab_size: int,
 ) -> list[Draft]:
-    """Grow one tree per sequence, in order. A sequence whose plan stops at once gets a tree of its root alone."""
+    """Grow one tree per sequence, in order. A sequence whose plan stops at once gets a tree of its root alone.
+
+    So does one whose prompt is not in the cache yet: its first token should not wait for a drafter to read the prompt too.
+    """
     drafts = [
         Draft(
             sequence,
             sequence.schedule.policy.begin(
                 sequence.tokens[-1],
                 stop_tokens=stop_tokens,
-                max_depth=max(sequence.max_depth, 0),
+                max_depth=max(sequence.max_depth, 0) if sequence.num_pending == 1 else 0,
                 vocab_size=vocab_size,
             ),
         )
@@ -70,7 +75,7 @@ def grow_trees(
 def _next_question(draft: Draft) -> tuple[str, Ask] | None:
     """The drafter that goes on with this tree and what it is asked; None when drafting is over."""
     schedule, halts = draft.sequence.schedule, draft.sequence.stats.halts
-    while True:
+    while not draft.is_over:
         signals = Signals(step=draft.step, num_nodes=len(draft.growth.tree), budget=schedule.budget)
         action = schedule.plan.decide(signals)
         if action is Action.STOP:
@@ -85,31 +90,62 @@ def _next_question(draft: Draft) -> tuple[str, Ask] | None:
         # Every drafter of the schedule was turned away since the tree last changed: no later answer can differ.
         if draft.exhausted.issuperset(schedule.drafters.values()):
             return None
+    return None
+
+
+def commit_drafters(draft: Draft, drafters: Mapping[str, Drafter], path: SequenceOf[int]) -> None:
+    """Tell every drafter that follows the sequence which path was accepted, before its tokens are appended."""
+    sequence = draft.sequence
+    for name, state in list(sequence.drafter_states.items()):
+        try:
+            drafters[name].commit(state, sequence.tokens, draft.growth.tree, path)
+        except Exception:
+            log.exception("drafter %s failed to commit", name)
+            _halt(draft, drafters[name], "error")
+
+
+def close_drafters(sequence: Sequence, drafters: Mapping[str, Drafter]) -> None:
+    """Give back what the drafters hold for a sequence."""
+    while sequence.drafter_states:
+        name, state = sequence.drafter_states.popitem()
+        _close(drafters[name], state)
 
 
 def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]]) -> None:
     """Put the questions to the drafter in one call and its answers into the trees."""
     start = time.perf_counter()
-    requests = [
-        DraftRequest(_state(draft.sequence, drafter), draft.sequence.tokens, draft.growth.tree, ask)
-        for draft, ask in questions
-    ]
     try:
+        requests = [
+            DraftRequest(_state(draft.sequence, drafter), draft.sequence.tokens, draft.growth.tree, ask)
+            for draft, ask in questions
+        ]
         answers = drafter.propose(requests)
+        assert len(answers) == len(questions), f"{len(answers)} answers to {len(questions)} questions"
     except Exception:  # whatever broke in a drafter must not fail a request; the sequences go on without it
         log.exception("drafter %s failed; %d sequences go on without it", drafter.name, len(questions))
         answers = [Halt("error")] * len(questions)
     share = (time.perf_counter() - start) / len(questions)
     for (draft, _), answer in zip(questions, answers, strict=True):
         draft.draft_s += share
-        draft.forwards[drafter.name] += drafter.runs_model
         if isinstance(answer, Halt):
             _halt(draft, drafter, answer.reason)
             continue
-        before = len(draft.growth.tree)
+        draft.forwards[drafter.name] += drafter.runs_model
+        _attach(draft, drafter, answer)
+
+
+def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
+    """Put an answer into the tree. One that makes no sense ends drafting there; the tree as it stands is still a tree."""
+    before = len(draft.growth.tree)
+    try:
         draft.growth.attach(drafter.name, answer)
-        if len(draft.growth.tree) > before or answer.rescored:
-            draft.exhausted.clear()
+    except Exception:
+        log.exception("drafter %s gave an answer that cannot be used", drafter.name)
+        _halt(draft, drafter, "error")
+        draft.is_over = True
+        return
+    if len(draft.growth.tree) > before or answer.rescored:
+        draft.exhausted.clear()
 
 
 def _state(sequence: Sequence, drafter: Drafter) -> object:
@@ -124,4 +160,12 @@ def _halt(draft: Draft, drafter: Drafter, reason: str) -> None:
     sequence.stats.halts[drafter.name] = reason
     draft.halts.append((drafter.name, reason))
     log.warning("drafter %s stops for request %s: %s", drafter.name, sequence.request.id, reason)
-    drafter.close(sequence.drafter_states.pop(drafter.name))
+    if drafter.name in sequence.drafter_states:
+        _close(drafter, sequence.drafter_states.pop(drafter.name))
+
+
+def _close(drafter: Drafter, state: object) -> None:
+    try:
+        drafter.close(state)
+    except Exception:
+        log.exception("drafter %s failed to give back what it held", drafter.name)

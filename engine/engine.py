@@ -19,7 +19,7 @@ from typing import Protocol
 from drafters.base import Drafter
 from engine.admission import Limits, check_request, choose_schedule
 from engine.commit import Block, commit, count_step
-from engine.draft import grow_trees
+from engine.draft import close_drafters, grow_trees
 from engine.noise import TargetNoise
 from engine.request import (
     Delta,
@@ -45,6 +45,7 @@ from verify.base import Verdict
 log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5  # how long the idle loop sleeps before it looks around again
+_FAILED = "The engine failed while it worked on this request."
 _FAILURES_TO_DIE = 3  # failed steps in a row after which the engine gives up
 
 
@@ -92,7 +93,7 @@ class Engine:
         self._byte_ids = byte_ids
         self.stop_tokens = stop_tokens
         self._observers: list[Observer] = []
-        self._inbox: queue.SimpleQueue[Request | str | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Sequence | str | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         # Requests accepted and not yet ended. Guarded, because callers count themselves in on their own threads.
@@ -133,9 +134,9 @@ class Engine:
 
     def start(self) -> None:
         """Start the worker thread."""
-        self._accepting = True
-        self._last_step = time.monotonic()
         self._thread.start()
+        self._last_step = time.monotonic()
+        self._accepting = True
 
     def health(self) -> str:
         """ "ok", "stalled", "stopped" or "failed: why"."""
@@ -149,13 +150,16 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, QueueFull or EngineStopped, and then nothing was queued."""
+        schedule = choose_schedule(request, self.schedules, self.default_schedule, max_budget=self._max_budget)
         check_request(
             request,
-            self._schedule(request),
+            schedule,
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             num_rows=self.target.pool.num_rows,
         )
+        text = TextStream(self._decode, request.stop, byte_ids=self._byte_ids)
+        sequence = open_sequence(request, schedule, text, self.max_model_len)
         with self._lock:
             if not self._accepting:
                 raise EngineStopped(self._failure or "the engine takes no requests")
@@ -167,7 +171,7 @@ class Engine:
                 self._last_step = time.monotonic()  # an idle engine is not a stalled one
             self._open.add(request.id)
             # Inside the lock, so that nothing can be put behind the stop signal.
-            self._inbox.put(request)
+            self._inbox.put(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request early; it gets its last delta unless it has ended already. Unknown ids are ignored."""
@@ -179,35 +183,42 @@ class Engine:
             self._accepting = False
             self._stop_at = time.monotonic() + drain_s
             self._inbox.put(None)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
-
-    def _schedule(self, request: Request) -> Schedule:
-        return choose_schedule(request, self.schedules, self.default_schedule, max_budget=self._max_budget)
 
     # ---- engine thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
+        try:
+            self._serve()
+        except Exception as error:  # a fault outside of any step; nobody may be left waiting for a dead thread
+            log.exception("the engine died")
+            self._die(f"the loop failed with {type(error).__name__}")
+        reason = FinishReason.ABORT if self._failure is None else FinishReason.ERROR
+        self._take_mail(wait=False)  # nothing can be put behind this: no request is accepted any more
+        for sequence in [*self._running, *self._waiting]:
+            self._finish(sequence, reason, self._failure)
+
+    def _serve(self) -> None:
+        while self._failure is None:
             self._take_mail(wait=not (self._running or self._waiting))
             if self._stop_at is not None and (not self._open or time.monotonic() >= self._stop_at):
-                break
+                return
             if self._running or self._waiting:
                 self._step_or_fail()
-            if self._failure is not None:
-                break
-        for sequence in [*self._running, *self._waiting]:
-            self._finish(sequence, FinishReason.ABORT if self._failure is None else FinishReason.ERROR, self._failure)
-        self._refuse_the_rest()
+
+    def _die(self, why: str) -> None:
+        with self._lock:
+            self._accepting = False
+            self._failure = why
 
     def _take_mail(self, *, wait: bool) -> None:
-        """Read the inbox: requests, ids to abort, or None for "look at the stop time"."""
+        """Read the inbox: new sequences, ids to abort, or None for "look at the stop time"."""
         try:
             mail = self._inbox.get(timeout=_IDLE_WAIT_S) if wait else self._inbox.get_nowait()
             while True:
-                if isinstance(mail, Request):
-                    text = TextStream(self._decode, mail.stop, byte_ids=self._byte_ids)
-                    self._waiting.append(open_sequence(mail, self._schedule(mail), text, self.max_model_len))
+                if isinstance(mail, Sequence):
+                    self._waiting.append(mail)
                 elif isinstance(mail, str):
                     for sequence in [s for s in (*self._running, *self._waiting) if s.request.id == mail]:
                         self._finish(sequence, FinishReason.ABORT)
@@ -224,37 +235,50 @@ class Engine:
             log.exception("engine step failed; %d running requests end with an error", len(self._running))
             self._failed_steps += 1
             for sequence in list(self._running):
-                self._finish(sequence, FinishReason.ERROR, "The engine failed while it worked on this request.")
+                self._finish(sequence, FinishReason.ERROR, _FAILED)
             if self._failed_steps >= _FAILURES_TO_DIE:
-                with self._lock:
-                    self._accepting = False
-                    self._failure = f"{_FAILURES_TO_DIE} steps in a row failed, the last with {type(error).__name__}"
+                self._die(f"{_FAILURES_TO_DIE} steps in a row failed, the last with {type(error).__name__}")
         self._last_step = time.monotonic()
 
     def step(self) -> None:
         """Admit, draft, score, commit, emit."""
         self._admit()
         prefills, decoding = self._split()
-        drafts = grow_trees(
-            decoding, self._drafters, stop_tokens=self.stop_tokens, vocab_size=self.vocab_size
-        )
+        drafts = grow_trees(decoding, self._drafters, stop_tokens=self.stop_tokens, vocab_size=self.vocab_size)
         start = time.perf_counter()
-        scored = score(self.target, prefills, [(draft.sequence, draft.growth) for draft in drafts])
-        verdicts = [self._verify(item) for item in scored]
+        scored = score(self.target, prefills, drafts)
         share = (time.perf_counter() - start) / max(len(prefills) + len(drafts), 1)
         steps = [StepStats(s.schedule.name, num_prompt_tokens=n, verify_s=share) for s, n in prefills]
         for (sequence, _), step in zip(prefills, steps, strict=True):
             add_to_request(sequence.stats, step)
-        for draft, item, verdict in zip(drafts, scored, verdicts, strict=True):
-            num_pending = len(item.sequence.pending)
-            block = commit(item, verdict, self.target.pool, self._drafters, self.stop_tokens)
-            counted = count_step(item, block, draft, share)
-            if item.sequence.num_output == len(block.token_ids):
-                counted.num_prompt_tokens = num_pending
-            steps.append(counted)
-            add_to_request(item.sequence.stats, counted)
-            self._emit(item.sequence, block)
+        blocks: list[tuple[Sequence, Block]] = []
+        for item in scored:
+            block = self._settle(item, share, steps)
+            if block is not None:
+                blocks.append((item.draft.sequence, block))
+        # Observers first: whoever reads the counters right after an answer should find it counted.
         self._tell(lambda observer: observer.on_step(by_schedule(steps)))
+        for sequence, block in blocks:
+            self._emit(sequence, block)
+
+    def _settle(self, scored: Scored, share: float, steps: list[StepStats]) -> Block | None:
+        """Verify and commit one sequence, and count it. A fault here is that sequence's own: it ends, the others go on."""
+        sequence = scored.draft.sequence
+        num_prompt_tokens = sequence.num_pending if sequence.num_output == 0 else 0
+        try:
+            if not scored.is_sound:
+                raise ArithmeticError("the target's logits are NaN or infinite")
+            block = commit(scored, self._verify(scored), self.target.pool, self._drafters, self.stop_tokens)
+        except Exception:
+            log.exception("request %s ends with an error", sequence.request.id)
+            self.target.pool.release(scored.rows)
+            self._finish(sequence, FinishReason.ERROR, _FAILED)
+            return None
+        counted = count_step(scored, block, share)
+        counted.num_prompt_tokens = num_prompt_tokens
+        steps.append(counted)
+        add_to_request(sequence.stats, counted)
+        return block
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones, in order of arrival, as far as slots and reserved rows go."""
@@ -268,31 +292,18 @@ class Engine:
             self._running.append(sequence)
 
     def _split(self) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
-        """Sequences that still read their prompt, with the tokens they read in this step, and those that decode."""
-        prefills: list[tuple[Sequence, int]] = []
-        decoding: list[Sequence] = []
-        for sequence in self._running:
-            num_pending = len(sequence.tokens) - len(sequence.rows)
-            if num_pending > self.limits.prefill_chunk:
-                prefills.append((sequence, min(num_pending - 1, self.limits.prefill_chunk)))
-            else:
-                decoding.append(sequence)
-        return prefills, decoding
+        """Sequences that still read their prompt, with the tokens they read in this step, and those that emit."""
+        chunk = self.limits.prefill_chunk
+        prefills = [(sequence, chunk) for sequence in self._running if sequence.num_pending > chunk]
+        return prefills, [sequence for sequence in self._running if sequence.num_pending <= chunk]
 
     def _verify(self, scored: Scored) -> Verdict:
-        sequence = scored.sequence
-        sampling, position = sequence.request.sampling, sequence.num_output
-        if sampling.greedy:
-            verifier, rows = VERIFIERS[sequence.schedule.greedy_verifier], scored.logits
-        else:
-            verifier = VERIFIERS[sequence.schedule.sampling_verifier]
-            rows = probabilities(scored.logits, sampling)
-        return verifier(
-            scored.growth.tree,
-            scored.nodes,
-            rows,
-            TargetNoise(sampling.seed, position),
-        )
+        sequence = scored.draft.sequence
+        sampling, schedule = sequence.request.sampling, sequence.schedule
+        rule = VERIFIERS[schedule.greedy_verifier if sampling.greedy else schedule.sampling_verifier]
+        rows = scored.logits if sampling.greedy else probabilities(scored.logits, sampling)
+        noise = TargetNoise(sampling.seed, sequence.num_output)
+        return rule(scored.draft.growth.tree, scored.nodes, rows, noise)
 
     def _emit(self, sequence: Sequence, block: Block) -> None:
         if sequence.stats.first_token_s == 0.0:
@@ -306,13 +317,8 @@ class Engine:
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, block: Block | None = None
     ) -> None:
         """End a request: free all it holds, send its last delta, tell the observers."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-        else:
-            self._waiting.remove(sequence)
-        for name, state in sequence.drafter_states.items():
-            self._drafters[name].close(state)
-        sequence.drafter_states.clear()
+        (self._running if sequence in self._running else self._waiting).remove(sequence)
+        close_drafters(sequence, self._drafters)
         self.target.pool.release(sequence.rows.truncate(0))
         sequence.stats.finished_s = time.monotonic()
         with self._lock:
@@ -331,12 +337,6 @@ class Engine:
                 trees=tuple(sequence.trees),
             ),
         )
-
-    def _refuse_the_rest(self) -> None:
-        """The loop is over; whatever reached the inbox meanwhile gets its last delta too."""
-        self._take_mail(wait=False)
-        for sequence in list(self._waiting):
-            self._finish(sequence, FinishReason.ERROR, self._failure or "The engine has stopped.")
 
     def _send(self, sequence: Sequence, delta: Delta) -> None:
         try:

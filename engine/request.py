@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
 
     STOP = "stop"  # an end token or a stop string
     LENGTH = "length"  # max_tokens, or the end of the context
-    ABORT = "abort"  # the caller went away
+    ABORT = "abort"  # the caller went away, or the engine stopped first
     ERROR = "error"  # our fault; Delta.error says what
 
 
@@ -40,7 +40,11 @@ class Request:
 
 @dataclass(slots=True)
 class DrafterCount:
-    """What one drafter did: ``drafted`` nodes sent to verification, ``accepted`` of them, ``forwards`` it ran."""
+    """What one drafter did.
+
+    ``drafted`` nodes it created were sent to verification, ``accepted`` of them became text. ``forwards`` are the batched
+    calls of a drafter with a model that answered for this request; one that serves several requests counts for each.
+    """
 
     drafted: int = 0
     accepted: int = 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.draft import Draft
 from engine.sequence import Sequence
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
@@ -17,18 +18,14 @@ from tree.growth import Growth
 class Scored:
     """What the target said about one sequence's verified nodes."""
 
-    sequence: Sequence
-    growth: Growth
+    draft: Draft
     nodes: list[int]  # verified, root first
-    rows: list[int]  # cache rows of the pending text, then of `nodes` but the root
+    rows: list[int]  # cache rows of the pending text, then of `nodes` but the root; emptied by whoever takes them over
     logits: torch.Tensor  # [len(nodes), vocab]
+    is_sound: bool  # False: NaN or infinite logits, off which nothing can be read
 
 
-class BrokenTarget(RuntimeError):
-    """The target's logits are not numbers; nothing can be read off them."""
-
-
-def score(target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[tuple[Sequence, Growth]]) -> list[Scored]:
+def score(target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[Draft]) -> list[Scored]:
     """Feed `count` prompt tokens of each prefilling sequence, and the root and verify set of each drafted one.
 
     Prefill rows join their sequence at once, since prompt tokens need no verification. Rows of trees are in the result,
@@ -42,25 +39,23 @@ def score(target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[t
             taken.append(target.pool.allocate(count))
             tokens = sequence.tokens[start : start + count]
             segments.append(Segment(tokens, range(start, start + count), sequence.rows.view(), taken[-1], ()))
-        chosen = [growth.verify_nodes() for _, growth in drafts]
-        for (sequence, growth), nodes in zip(drafts, chosen, strict=True):
-            taken.append(target.pool.allocate(len(sequence.pending) + len(nodes) - 1))
-            segments.append(_segment(sequence, growth, nodes, taken[-1]))
+        chosen = [draft.growth.verify_nodes() for draft in drafts]
+        for draft, nodes in zip(drafts, chosen, strict=True):
+            taken.append(target.pool.allocate(draft.sequence.num_pending + len(nodes) - 1))
+            segments.append(_segment(draft.sequence, draft.growth, nodes, taken[-1]))
         scores = target.forward(segments)
-        if not bool(torch.isfinite(scores.logits.amax(dim=-1)).all()):
-            raise BrokenTarget("the target's logits are NaN or infinite")
+        sound = torch.isfinite(scores.logits.amax(dim=-1)).tolist()
     except BaseException:
         for rows in taken:
             target.pool.release(rows)
         raise
     for (sequence, _), rows in zip(prefills, taken, strict=False):
         sequence.rows.extend(rows)
-    return [
-        Scored(sequence, growth, nodes, rows, scores.of(len(prefills) + index))
-        for index, ((sequence, growth), nodes, rows) in enumerate(
-            zip(drafts, chosen, taken[len(prefills) :], strict=True)
-        )
-    ]
+    results = []
+    for index, (draft, nodes) in enumerate(zip(drafts, chosen, strict=True), start=len(prefills)):
+        is_sound = all(sound[scores.offsets[index] : scores.offsets[index + 1]])
+        results.append(Scored(draft, nodes, taken[index], scores.of(index), is_sound))
+    return results
 
 
 def _segment(sequence: Sequence, growth: Growth, nodes: list[int], rows: list[int]) -> Segment:

@@ -59,6 +59,11 @@ class Sequence:
         return self.tokens[len(self.rows) :]
 
     @property
+    def num_pending(self) -> int:
+        """Length of `pending`; 1 while decoding."""
+        return len(self.tokens) - len(self.rows)
+
+    @property
     def max_depth(self) -> int:
         """Deepest draft that can still be emitted: a step emits its path and one token more."""
         return self.max_total - len(self.tokens) - 1

@@ -21,17 +21,19 @@ def build_schedules(
     word: str,
     ngram: str = "ngram",
     min_probability: float = 0.0,
+    width: int = 4,
 ) -> dict[str, Schedule]:
     """Every schedule that `small`, `medium` and `ngram` (names of drafters) can serve, by schedule name.
 
     `small` may be the n-gram drafter itself. `budget` is the number of verified nodes per step, root included, and
-    `min_probability` the path probability below which a node is not verified; `word` is the plan of `treegraft`. Without a
-    medium drafter the schedules that need one are left out.
+    `min_probability` the path probability below which a node is not verified; `width` are the nodes expanded
+    per drafting step and their children; `word` is the plan of `treegraft`. Without a medium drafter the schedules that need
+    one are left out.
     """
     graft = TreeGraft(
         steps=max(5, len(word)),
-        frontier=4,
-        width=4,
+        frontier=width,
+        width=width,
         budget=budget,
         min_probability=min_probability,
         small=small,

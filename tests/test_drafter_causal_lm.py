@@ -70,9 +70,11 @@ class Follower:
         self.drafter.close(self.state)
 
 
-def _ask(followers: Sequence[Follower], requests: Sequence[DraftRequest]) -> list[Answer]:
-    """One call for all; every answer checked."""
+def _ask(followers: Sequence[Follower], requests: Sequence[DraftRequest], *, calls: int = 1) -> list[Answer]:
+    """One call for all, or several where a text is fed in pieces; every answer of the last one checked."""
     drafter = followers[0].drafter
+    for _ in range(calls - 1):
+        assert Answer({}, {}) in drafter.propose(requests)
     answers = drafter.propose(requests)
     assert len(answers) == len(requests)
     for follower, request, answer in zip(followers, requests, answers, strict=True):
@@ -236,18 +238,22 @@ def test_a_commit_without_a_tree_is_harmless() -> None:
 
 
 def test_a_long_prompt_is_fed_in_pieces() -> None:
-    """Its attention over everything at once would need memory in the square of its length."""
+    """One forward per call whatever the lengths: a long prompt must not hold up the answers of the others."""
     rng = random.Random(2)
     drafter, plain = _drafter(num_rows=1400)
     long, short = (Follower(drafter, plain, tokens) for tokens in _texts(rng, 1100, 5))
-    _ask([long, short], [long.request([0]), short.request([0])])
-    assert drafter.lm.num_forwards == 3, "512 + 512, then the rest together with the other sequence"
+    first = drafter.propose([long.request([0]), short.request([0])])
+    assert first[0] == Answer({}, {}), "nothing to answer from yet"
+    short.check(first[1], short.request([0]).ask)
+    assert (drafter.lm.num_forwards, drafter.lm.pool.num_used) == (1, 512 + 5)
+    _ask([long, short], [long.request([0]), short.request([0])], calls=2)
+    assert drafter.lm.num_forwards == 3, "512, 512, then the rest"
     assert drafter.lm.pool.num_used == 1105
     for length in (512, 513):
         follower = Follower(drafter, plain, _texts(rng, length)[0])
         before = drafter.lm.num_forwards
         if length <= drafter.lm.pool.num_free:
-            _ask([follower], [follower.request([0])])
+            _ask([follower], [follower.request([0])], calls=1 if length == 512 else 2)
             assert drafter.lm.num_forwards - before == (1 if length == 512 else 2)
         follower.close()
 
@@ -327,7 +333,8 @@ def test_a_forward_that_breaks_leaks_no_row(length: int, monkeypatch: pytest.Mon
         with pytest.raises(RuntimeError, match="out of memory"):
             drafter.propose([follower.request([0]) for follower in followers])
     assert drafter.lm.pool.num_used == 0
-    _ask(followers, [follower.request([0]) for follower in followers])  # and nothing half done is in the way
+    # And nothing half done is in the way.
+    _ask(followers, [follower.request([0]) for follower in followers], calls=1 if length == 4 else 2)
 
 
 def test_closing_twice_frees_everything_once() -> None:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from drafters.base import DraftRequest, Halt
 from drafters.causal_lm import CausalLMDrafter
 from engine.admission import Limits
-from engine.request import EngineStopped, FinishReason, QueueFull, RequestStats, StepStats
+from engine.request import EngineStopped, FinishReason, QueueFull, RequestError, RequestStats, StepStats
 from tests.engine_world import World, greedy_reference
-from tree.growth import Answer
+from tree.growth import Answer, Candidates
 
 TinyModel = Callable[..., PreTrainedModel]
 VOCAB = 120
@@ -309,3 +309,144 @@ def test_mixed_load_ends_with_nothing_left(tiny_model: TinyModel) -> None:
         assert world.engine.num_running == world.engine.num_waiting == 0
     assert {reply.finish for reply in replies} <= {FinishReason.LENGTH, FinishReason.STOP, FinishReason.ABORT}
     assert all(reply.deltas[-1].finish_reason and not any(d.finish_reason for d in reply.deltas[:-1]) for reply in replies)
+
+
+class Broken(Flaky):
+    """A drafter that drafts token 1 below every node and raises, or answers nonsense, in one chosen method."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(fail_at=10**9)
+        self.where = where
+
+    def _maybe(self, where: str) -> None:
+        if self.where == where:
+            raise RuntimeError(f"broken in {where}")
+
+    def open(self) -> object:
+        self._maybe("open")
+        return object()
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
+        self._maybe("propose")
+        lp = 0.5 if self.where == "answer" else -0.5
+        answers: list[Answer | Halt] = [
+            Answer({node: Candidates((1,), (lp,)) for node in request.ask.nodes}, {}) for request in requests
+        ]
+        return answers[1:] if self.where == "count" else answers
+
+    def commit(self, *_: Any) -> None:
+        self._maybe("commit")
+
+    def close(self, state: object) -> None:
+        self.closed += 1
+        self._maybe("close")
+
+
+@pytest.mark.parametrize("where", ["open", "propose", "answer", "count", "commit", "close"])
+def test_a_drafter_may_break_anywhere(tiny_model: TinyModel, where: str) -> None:
+    """Wherever a drafter breaks, its own requests and their neighbors get their answers, and no row is lost."""
+    target = tiny_model("llama", VOCAB, 11)
+    with World(target, medium=Broken(where)) as world:
+        pending = [world.submit("abc", schedule, max_tokens=20) for schedule in ("medium", "treegraft", "ar", "talon")]
+        replies = [p.result() for p in pending]
+        assert world.engine.health() == "ok"
+    want = greedy_reference(target, b"abc", 20)
+    assert [reply.tokens for reply in replies] == [want] * 4
+    if where != "close":
+        assert [reply.stats.halts for reply in replies] == [{"medium": "error"}, {"medium": "error"}, {}, {"medium": "error"}]
+
+
+@pytest.mark.parametrize("where", ["_verify", "commit"])
+def test_a_fault_in_one_sequence_is_its_own(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """Rows taken for a tree come back whichever line after the forward raised; batch mates do not notice."""
+    from engine import engine as module
+
+    target = tiny_model("llama", VOCAB, 11)
+    with World(target, medium=target) as world:
+        holder = module if where == "commit" else world.engine
+        original = getattr(holder, where)
+
+        def raise_for_the_first(scored: Any, *rest: Any) -> Any:
+            if scored.draft.sequence.request.prompt[0] == 66 and scored.draft.sequence.num_output > 3:
+                raise RuntimeError("broken")
+            return original(scored, *rest)
+
+        monkeypatch.setattr(holder, where, raise_for_the_first)
+        pending = [world.submit(prompt, "treegraft", max_tokens=20) for prompt in ("Bad", "abc", "def")]
+        bad, *good = [p.result() for p in pending]
+        assert bad.finish is FinishReason.ERROR and bad.error
+        assert [r.tokens for r in good] == [greedy_reference(target, p, 20) for p in (b"abc", b"def")]
+        assert world.engine.health() == "ok"
+
+
+def test_a_prompt_that_poisons_the_forward_harms_only_itself(tiny_model: TinyModel) -> None:
+    """One request that makes the model answer NaN must not end its batch mates, nor, sent often, the server."""
+    target = tiny_model("llama", VOCAB, 11)
+    with World(target, medium=target) as world:
+        with torch.no_grad():
+            world.lm.model.get_input_embeddings().weight[7] = float("nan")
+        good = world.submit("abc", "treegraft", max_tokens=60)
+        bad = [world.run([7, 3], "treegraft").finish for _ in range(5)]
+        assert bad == [FinishReason.ERROR] * 5
+        reply = good.result()
+        assert world.engine.health() == "ok"
+    want = greedy_reference(target, b"abc", 60)
+    assert reply.tokens == want or 7 in want
+
+
+def test_the_loop_itself_may_break_and_nobody_waits_for_ever(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead thread with a healthy face is the worst of all: whoever waits gets an answer, health says it, no one is let in."""
+    target = tiny_model("llama", VOCAB, 11)
+    with World(target) as world:
+        monkeypatch.setattr(world.engine, "_step_or_fail", lambda: (_ for _ in ()).throw(RuntimeError("gone")))
+        reply = world.run("abc")
+        assert reply.finish is FinishReason.ERROR
+        assert world.engine.health().startswith("failed")
+        with pytest.raises(EngineStopped):
+            world.submit("abc")
+
+
+def test_a_stop_asked_for_on_the_engine_thread_does_not_wait_for_itself(tiny_model: TinyModel) -> None:
+    """An observer that stops the engine, say at a fatal count, must not deadlock it."""
+
+    class Stopper(Counting):
+        def on_finish(self, stats: RequestStats, reason: FinishReason) -> None:
+            world.engine.stop()
+
+    with World(tiny_model("llama", VOCAB, 11)) as world:
+        world.engine.subscribe(Stopper())
+        assert world.run("abc").finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(("option", "value"), [("stop", ("",)), ("keep_trees", -1)])
+def test_values_that_only_break_later_are_refused_at_the_door(tiny_model: TinyModel, option: str, value: object) -> None:
+    """What the sequence's own parts would choke on must be refused on the caller's thread."""
+    with World(tiny_model("llama", VOCAB, 11)) as world:
+        with pytest.raises(RequestError) as refused:
+            world.submit("abc", **{option: value})  # type: ignore[arg-type]
+        assert refused.value.param == option
+        assert world.run("abc").finish is FinishReason.LENGTH
+
+
+def test_a_drafter_reads_a_long_prompt_bit_by_bit(tiny_model: TinyModel) -> None:
+    """While a drafter catches up with a long prompt, others keep getting tokens; the long answer is right all along."""
+    target = tiny_model("llama", VOCAB, 11, max_positions=4000)
+    rng = random.Random(3)
+    long = [rng.randrange(VOCAB) for _ in range(2000)]
+    with World(target, medium=target, num_rows=12000) as world:
+        drafter = world.drafters["medium"]
+        assert isinstance(drafter, CausalLMDrafter)
+        sizes: list[int] = []
+        forward = drafter.lm.forward
+
+        def watched(segments: Any) -> Any:
+            sizes.append(sum(len(s.tokens) for s in segments))
+            return forward(segments)
+
+        drafter.lm.forward = watched  # type: ignore[method-assign]
+        other = world.submit("abc", "medium", max_tokens=100)
+        reply = world.run(long, "medium", max_tokens=40)
+        other.result()
+    assert max(sizes) <= 512 + 60
+    assert reply.tokens == greedy_reference(target, long, 40)
+    assert reply.stats.drafters["medium"].accepted > 0

@@ -302,6 +302,20 @@ def test_prompt_and_explicit_limit_must_fit_together(server: Server) -> None:
     refused(response, "max_completion_tokens", code="context_length_exceeded")
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_limits_with_as_many_digits_as_a_body_may_have_are_refused(server: Server, name: str) -> None:
+    """The sum in the message had one digit more than Python turns into text, and the answer was a 500."""
+    refused(server.complete(prompt="x", **{name: 10**4300 - 1}), name)
+    refused(server.complete(prompt="x", speculative={"budget": 10**4300 - 1}), "speculative.budget")
+    alive(server)
+
+
+def test_an_empty_schedule_is_no_schedule(server: Server) -> None:
+    """Taken for absent, it would answer with the default schedule and let nobody know."""
+    refused(server.complete(prompt="x", speculative={"schedule": ""}), "speculative.schedule")
+    refused(server.complete(prompt="x", speculative={"schedule": "", "enabled": False}), "speculative.schedule")
+
+
 @pytest.mark.parametrize(
     "bad",
     [
