@@ -42,6 +42,8 @@ def build(settings: Settings, progress: Progress) -> LoadedEngine:
 
     Raises ValueError, its subclasses included, for what the user can mend.
     """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     with no_helpers():
         return _build(settings, progress)
 

@@ -51,6 +51,9 @@ class Settings(BaseSettings):
     device: str = Field(
         default="auto", min_length=1, description="Torch device of all models; auto: a GPU if there is one."
     )
+    threads: int | None = Field(
+        default=None, ge=1, description="CPU threads of a forward; none: torch's choice. Fewer if the cores are shared."
+    )
     host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     max_num_seqs: int = Field(default=8, ge=1, description="Sequences decoded at the same time.")

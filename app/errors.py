@@ -89,7 +89,7 @@ HANDLED: tuple[type[Exception], ...] = (
     HTTPException,
 )
 
-_HTTP_CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 
 
 def shorten(text: str) -> str:

@@ -107,12 +107,15 @@ def _same(value: Any, neutral: Any) -> bool:
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+
 class Speculation(Body):
     """How this request is drafted for; none of it changes the answer."""
 
     enabled: bool | None = Field(None, description="false: decode without drafting, which is the schedule 'ar'.")
     schedule: str | None = Field(None, description="A name from /v1/schedules.")
-    budget: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = Field(None, description="Nodes verified per step, root included.")
+    budget: Count | None = Field(None, description="Nodes verified per step, root included.")
 
 
 class StreamOptions(Body):
@@ -184,8 +187,8 @@ class GenerationBody(Body):
     }
 
     model: str | None = Field(None, description="The served model's name, or nothing.")
-    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = Field(None, description="Most tokens of the answer; at least 1.")
-    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = Field(None, description="Another name of max_tokens.")
+    max_tokens: Count | None = Field(None, description="Most tokens of the answer; at least 1.")
+    max_completion_tokens: Count | None = Field(None, description="Another name of max_tokens.")
     # The ranges of these four are SamplingParams' to check.
     temperature: float | None = Field(None, description="0 to 2; 0: always the likeliest token. Default 1.")
     top_p: float | None = Field(None, description="Probability mass of the likeliest tokens kept, above 0. Default 1.")

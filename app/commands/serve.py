@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 import time
 import traceback
 from typing import TYPE_CHECKING
@@ -21,12 +22,15 @@ from app.commands.options import fail, takes_settings
 from app.config import Settings
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     import uvicorn
     from fastapi import FastAPI
 
     from app.serving import LoadedEngine
 
-DRAIN_S = 30  # how long answers in flight may take after a stop was asked for
+DRAIN_S = 30  # how long answers in flight may take after a stop was asked for; then they end with an error
+_GOODBYE_S = 5  # how long their last bytes may take after that
 
 
 @takes_settings
@@ -57,12 +61,31 @@ def serve(settings: Settings) -> None:
         server.should_exit = True
 
     app = create_app(load, settings, on_failure=give_up)
-    server = uvicorn.Server(
+
+    class DrainingServer(uvicorn.Server):
+        """The first signal lets answers in flight finish while new ones are refused; the second ends at once."""
+
+        is_draining = False
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.is_draining:
+                self.force_exit = True
+                super().handle_exit(sig, frame)
+            else:
+                self.is_draining = True
+                threading.Thread(target=self._drain, args=(sig, frame), daemon=True).start()
+
+        def _drain(self, sig: int, frame: FrameType | None) -> None:
+            if app.state.serving is not None:
+                app.state.serving.engine.stop(drain_s=DRAIN_S)
+            super().handle_exit(sig, frame)
+
+    server = DrainingServer(
         uvicorn.Config(
             app,
             log_config=None,  # its records go where ours go
             access_log=settings.log_level == "debug",
-            timeout_graceful_shutdown=DRAIN_S,
+            timeout_graceful_shutdown=_GOODBYE_S,
         )
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C, with status 0
@@ -70,8 +93,8 @@ def serve(settings: Settings) -> None:
         asyncio.run(_run(server, app, listener, started_s))
     except KeyboardInterrupt:  # uvicorn repeats the signal when it has shut down
         say("stopped")
-        if app.state.serving is None:
-            # The loading thread cannot be stopped, and torch aborts the process when the interpreter ends under it.
+        if app.state.serving is None or server.force_exit:
+            # A thread still computes and cannot be stopped; torch aborts the process when the interpreter ends under it.
             os._exit(0)
     if failures:
         _exit_for(failures[0])

@@ -45,6 +45,7 @@ async def list_schedules(serving: Ready) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
+@router.head("/health", include_in_schema=False)  # some balancers ask this way
 @router.get("/health", response_model=None)
 async def health(http: HttpRequest) -> JSONResponse:
     """200 if requests are served, else 503; ``status`` says why."""
