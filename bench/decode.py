@@ -2,11 +2,11 @@
 
 All schedules, plain decoding (`ar`) among them, answer the same prompts with the same seeds in one run, taking turns after
 every group of prompts; who begins changes with every group. The first group is answered once more in front, as a warm-up.
-A speed-up is printed only if the texts are those of `ar`, up to near ties (see `app.proof`).
+A speed-up is printed only if the texts are those of `ar`, up to near ties (see `app.proof`). `transformers` itself does not take
+part: two threads that compute in one process slow each other down (see `models.threads`); `bench.forward` compares with it.
 
     python -m bench.decode --limit 5
     python -m bench.decode --schedules small,treegraft --prompts questions.jsonl --concurrency 4 --repeats 5
-    python -m bench.decode --weights fp32 --transformers      # with transformers' own generate in the same run
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ from app.config import Settings
 from app.errors import RequestFailed
 from app.local import Question, ask_all, running
 from app.prompt_sets import encode, read_prompts
-from app.proof import Difference, Judge, Outcome, transformers_text
+from app.proof import Difference, Judge, Outcome
 from bench.report import finish, show, spread
 from engine.request import DrafterCount, RequestError, RequestStats
 from models.loading import choose_placement
 from models.reference import PlainModel
 from models.sampling import ParamError, SamplingParams
 from scheduler.registry import PLAIN
-
-TRANSFORMERS = "transformers"
 
 Work = tuple[list[Outcome], list[RequestStats]]  # of one group of prompts
 
@@ -45,7 +43,6 @@ class Method:
 
     name: str
     answer: Callable[[Sequence[Question]], Work] = field(repr=False)
-    comparable: bool = True  # False: other weights, so its text is another
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     outcomes: list[list[Outcome]] = field(default_factory=list)
@@ -97,7 +94,6 @@ def main(
     schedules: Annotated[str | None, typer.Option(metavar="NAME,…", help="None: all. ar always takes part.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Answers in flight.")] = 1,
     repeats: Annotated[int, typer.Option(min=1)] = 3,
-    transformers: Annotated[bool, typer.Option("--transformers", help="Also transformers' generate, fp32 weights.")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE")] = None,
 ) -> None:
     """Measure the speed of every schedule."""
@@ -107,8 +103,6 @@ def main(
         SamplingParams(temperature=temperature, seed=seed)
     except (ValueError, OSError, ParamError) as error:
         fail(describe(error))
-    if transformers and (temperature > 0 or concurrency > 1):
-        fail("transformers' generate takes part at temperature 0 and concurrency 1 only")
     changes = {"max_num_seqs": max(settings.max_num_seqs, concurrency)}
     resolved, loaded = load(settings.model_copy(update=changes))
     engine = loaded.engine
@@ -125,19 +119,6 @@ def main(
         return Method(schedule, answer)
 
     methods = [ours(name) for name in names]
-    if transformers:
-        exact = choose_placement(settings.device, "fp32")
-        plain = PlainModel.load(resolved.target, exact, num_tokens=engine.vocab_size)
-
-        write = transformers_text(plain, engine.stop_tokens)
-        methods.append(
-            Method(
-                TRANSFORMERS,
-                lambda group: ([write(q.prompt, q.max_tokens) for q in group], []),
-                comparable=placement.weights == "fp32",
-            )
-        )
-
     try:
         questions = []
         for index, messages in enumerate(conversations):
@@ -200,8 +181,6 @@ def measure(methods: Sequence[Method], questions: Sequence[Question], *, concurr
 
 def differences(method: Method, plain: Method, questions: Sequence[Question], judge: Judge) -> list[Difference]:
     """Where the method's texts part from those of plain decoding, over all repeats."""
-    if not method.comparable:
-        return []
     found = []
     for outcomes in method.outcomes:
         # The first repeat of `plain` is the reference, for its own later repeats too.
@@ -228,7 +207,7 @@ def row(method: Method, plain: Method, found: Sequence[Difference]) -> tuple[str
         f"{method.total('num_output_tokens') / steps:.2f}" if steps else "",
         f"{draft_s:.2f}" if steps else "",
         f"{method.total('verify_s'):.2f}" if steps else "",
-        text if method.comparable else "other weights",
+        text,
     )
 
 
@@ -237,7 +216,6 @@ def as_json(method: Method, found: Sequence[Difference]) -> dict[str, Any]:
     totals = ("num_steps", "num_output_tokens", "num_verified_nodes", "num_grafts", "draft_s", "verify_s")
     return {
         "name": method.name,
-        "comparable": method.comparable,
         "seconds": method.seconds,
         "tokens": method.tokens,
         **{name: sum(getattr(stats, name) for stats in method.stats) for name in totals},
