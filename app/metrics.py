@@ -79,7 +79,7 @@ class Metrics:
             "Nodes that one drafter attached under a node of another, whether they were verified in the end or cut.",
             schedule,
         )
-        self.forwards = counter("draft_forwards_total", "Drafter forwards, counted once for each request they answered for.", drafter)
+        self.forwards = counter("draft_forwards_total", "Drafter forwards, counted for each request they answered.", drafter)
         self.draft_seconds = counter("draft_seconds_total", "Seconds spent drafting.", schedule)
         self.verify_seconds = counter("verify_seconds_total", "Seconds spent in the target's passes.", schedule)
         self.halts = counter(

@@ -2,8 +2,10 @@
 
 All schedules, plain decoding (`ar`) among them, answer the same prompts with the same seeds in one run, taking turns after
 every group of prompts; who begins changes with every group. The first group is answered once more in front, as a warm-up.
-A speed-up is printed only if the texts are those of `ar`, up to near ties (see `app.proof`). `transformers` itself does not take
-part: two threads that compute in one process slow each other down (see `models.threads`); `bench.forward` compares with it.
+A speed-up is printed only if the texts are those of `ar`, up to near ties (see `app.proof`).
+
+`transformers` does not take part: two threads that compute in one process slow each other down (see `models.threads`).
+`bench.forward` compares with it.
 
     python -m bench.decode --limit 5
     python -m bench.decode --schedules small,treegraft --prompts questions.jsonl --concurrency 4 --repeats 5
