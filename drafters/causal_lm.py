@@ -17,7 +17,7 @@ from drafters.base import DraftRequest, Halt
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
 from models.kv_cache import RowList
-from tree.flatten import visible
+from tree.flatten import positions, visible
 from tree.growth import Answer, Ask, Candidates
 from tree.tree import TokenTree
 
@@ -147,7 +147,7 @@ def _segment(request: DraftRequest, feed: Feed, rows: list[int]) -> Segment:
     mask = visible(tree, feed.nodes, [*earlier, *feed.nodes])
     return Segment(
         tokens=[*feed.text, *(tree.token[node] for node in feed.nodes)],
-        positions=[*range(start, start + num_text), *(root + tree.depth[node] for node in feed.nodes)],
+        positions=[*range(start, start + num_text), *positions(tree, feed.nodes, root)],
         prefix=state.rows.view(),
         rows=rows,
         wanted=() if feed.is_partial else range(max(num_text - 1, 0), len(rows)),

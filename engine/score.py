@@ -10,7 +10,7 @@ from engine.draft import Draft
 from engine.sequence import Sequence
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
-from tree.flatten import ancestor_mask, subset_parents
+from tree.flatten import ancestor_mask, positions, subset_parents
 from tree.growth import Growth
 
 
@@ -69,7 +69,7 @@ def _segment(sequence: Sequence, growth: Growth, nodes: list[int], rows: list[in
         mask = chain_then_tree(len(pending), ancestor_mask(subset_parents(tree, nodes))[1:, 1:])
     return Segment(
         tokens=[*pending, *(tree.token[node] for node in below)],
-        positions=[*range(start, root + 1), *(root + tree.depth[node] for node in below)],
+        positions=[*range(start, root + 1), *positions(tree, below, root)],
         prefix=sequence.rows.view(),
         rows=rows,
         wanted=range(len(pending) - 1, len(pending) + len(below)),
