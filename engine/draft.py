@@ -146,6 +146,8 @@ def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
         return
     if len(draft.growth.tree) > before or answer.rescored:
         draft.exhausted.clear()
+    else:  # asking again in this step would repeat the work: a lookup without a match, or one more piece of a long prompt
+        draft.exhausted.add(drafter.name)
 
 
 def _state(sequence: Sequence, drafter: Drafter) -> object:
