@@ -1,4 +1,10 @@
-"""The random numbers that verification draws for one request: a function of its seed and the output position."""
+"""The random numbers of one request: functions of its seed and the output position.
+
+Drafting and verification use different purposes and so never share a number. What belongs to an output position is drawn
+again by nobody, since a position is emitted once. What a step may use for tokens beyond those it emits (draws of a tree,
+accept tests from the leaves up) belongs to the step, that is to the position of its root and a depth: the next step starts
+at another position and finds other numbers.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +19,8 @@ from models.sampling import random_exponentials, random_uniform
 class TargetNoise:
     """:class:`verify.base.Noise` for a tree whose root is followed by output position `position`.
 
-    What is drawn at a position depends on nothing else, so neither the shape of a tree nor the number of tokens that
-    earlier trees were accepted for can change the text.
+    What is drawn at a position depends on nothing else. Under the rules that only sample from the target, neither the
+    shape of a tree nor the number of tokens that earlier trees were accepted for can change the text.
     """
 
     seed: int  # the request's, a signed 64-bit integer
@@ -27,3 +33,19 @@ class TargetNoise:
     def exponentials(self, depth: int, size: int) -> torch.Tensor:
         """``[size]`` float32 standard exponentials on the CPU for output position ``position + depth``."""
         return random_exponentials(self.seed, self.position + depth, "target-race", size)
+
+    def uniforms(self, depth: int, size: int) -> list[float]:
+        """`size` numbers in [0, 1) for the accept tests at `depth` in the step whose root `position` follows."""
+        return [random_uniform(self.seed, self.position, f"target-test {depth} {index}") for index in range(size)]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftNoise:
+    """:data:`tree.growth.Uniform` for a tree whose root is followed by output position `position`."""
+
+    seed: int  # the request's, a signed 64-bit integer
+    position: int  # of the token after the root
+
+    def __call__(self, depth: int, index: int) -> float:
+        """A number in [0, 1) for draw `index` among the children of the nodes at `depth`."""
+        return random_uniform(self.seed, self.position, f"draft {depth} {index}")

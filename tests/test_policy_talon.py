@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tree.growth import Answer, Ask, Candidates, Policy
-from tree.policies.talon import Talon, TalonGrowth
+from tree.policies.layers import LayerGrowth
+from tree.policies.talon import Talon
 
 Path = tuple[int, ...]
 Drafter = Callable[[Path], Sequence[float]]
@@ -25,7 +26,7 @@ def candidates(row: Sequence[float], width: int) -> Candidates:
 
 def grow(
     policy: Talon, q: Drafter, vocab: int, *, stop: frozenset[int] = frozenset(), max_depth: int | None = None
-) -> tuple[TalonGrowth, list[Ask]]:
+) -> tuple[LayerGrowth, list[Ask]]:
     """Grow until done; returns the growth and every question asked."""
     growth = policy.begin(0, stop_tokens=stop, max_depth=max_depth, vocab_size=vocab)
     asked: list[Ask] = []
@@ -38,7 +39,7 @@ def grow(
     return growth, asked
 
 
-def paths(growth: TalonGrowth) -> set[Path]:
+def paths(growth: LayerGrowth) -> set[Path]:
     """The grown tree as a set of token paths, root excluded."""
     return {tuple(growth.tree.path_tokens(node)) for node in range(1, len(growth.tree))}
 

@@ -8,10 +8,20 @@ in the three small records below.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from tree.tree import TokenTree
+
+if TYPE_CHECKING:
+    import torch
+
+Uniform = Callable[[int, int], float]
+"""(depth of the parent, index of the draw among all of that depth) -> a number in [0, 1) to draw with.
+
+Independent numbers for different arguments, for different decoding steps, and of everything that verification uses.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +31,7 @@ class Ask:
     nodes: tuple[int, ...]  # nodes whose children are wanted, distinct, at least one
     width: int  # candidates per node, at least 1
     rescore: bool = False  # also give the drafter's own log-prob for every tree node it can score
+    wants_rows: bool = False  # also give the distribution that children of `nodes` will be drawn from
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,10 @@ class Answer:
 
     candidates: dict[int, Candidates]  # by node, for every node asked; a missing node is read as "no candidates"
     rescored: dict[int, float]  # node u -> the drafter's log-prob of token(u) at parent(u); only when Ask.rescore
+    # By node asked, the drafter's distribution [vocab] of the next token, processed as the drafter samples (temperature
+    # and so on), float32 or float64, on any device; only when Ask.wants_rows. The policy draws from it and the tree keeps
+    # it, so nobody may write to it any more. A drafter without a distribution leaves it out, and nothing is drawn.
+    rows: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

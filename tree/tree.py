@@ -1,7 +1,8 @@
 """The draft tree of one decoding step: a structure of arrays with the last verified token at its root.
 
 Decides what a node is and which scores it carries. Leaves to others which nodes are worth adding (:mod:`tree.policies`,
-:mod:`tree.graft`), which are sent to the target (:mod:`tree.select`) and which are accepted (:mod:`verify`).
+:mod:`tree.graft`) or how they are drawn (:mod:`tree.draws`), which are sent to the target (:mod:`tree.select`) and which
+are accepted (:mod:`verify`).
 
 Traps: the root's token is already part of the output but has no cache row yet; an edge's log-probability belongs to the
 *last* drafter that scored it, not to the one that created the node; a score is only right after
@@ -11,6 +12,12 @@ Traps: the root's token is already part of the output but has no cache row yet; 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
+
+from tree.draws import TreeKind, check_draws
+
+if TYPE_CHECKING:
+    import torch
 
 ROUNDING = 1e-4
 """A log-probability up to this far above 0 is rounding of a float32 softmax and is taken as 0."""
@@ -37,17 +44,38 @@ class TokenTree:
         edge_lp: drafter name -> the log-probability it gave to this edge itself, whether or not it owns the edge.
         children: token -> child node.
 
+    Of a sampled tree also, filled by :func:`tree.draws.record_draws`:
+        kind: how the children came to be.
+        draws: node -> tokens drawn at it, with repeats, in drawing order; nodes without draws have no entry.
+        proposals: node -> the row q, ``[vocab]`` weights, that its draws came from.
+
     Invariants (:meth:`check` asserts them):
         all arrays have one entry per node; ``parent[i] < i`` (topological order); ``depth[i] == depth[parent[i]] + 1``;
         ``children`` and ``parent`` describe the same edges, so tokens are distinct under a parent; ``lp <= 0``, never
         NaN; ``lp[i] == edge_lp[i][scorer[i]]``; ``creator[i]`` has an entry in ``edge_lp[i]``; ``score[i] ==
-        score[parent[i]] + lp[i]``.
+        score[parent[i]] + lp[i]``; draws, rows and children belong together as the kind says.
     """
 
-    __slots__ = ("children", "creator", "depth", "edge_lp", "lp", "parent", "score", "scorer", "token")
+    __slots__ = (
+        "children",
+        "creator",
+        "depth",
+        "draws",
+        "edge_lp",
+        "kind",
+        "lp",
+        "parent",
+        "proposals",
+        "score",
+        "scorer",
+        "token",
+    )
 
-    def __init__(self, root_token: int) -> None:
+    def __init__(self, root_token: int, kind: TreeKind = TreeKind.DETERMINISTIC) -> None:
         """A tree of only the root, the last verified token."""
+        self.kind = kind
+        self.draws: dict[int, list[int]] = {}
+        self.proposals: dict[int, torch.Tensor] = {}
         self.token: list[int] = [root_token]
         self.parent: list[int] = [-1]
         self.depth: list[int] = [0]
@@ -125,6 +153,8 @@ class TokenTree:
         """Assert every invariant of the class docstring; for tests."""
         size = len(self)
         for name in self.__slots__:
+            if name in ("draws", "kind", "proposals"):
+                continue
             assert len(getattr(self, name)) == size, f"{name} has {len(getattr(self, name))} entries for {size} nodes"
         assert self.parent[0] == -1 and self.depth[0] == 0 and self.lp[0] == 0.0 and self.score[0] == 0.0, "bad root"
         assert sum(len(children) for children in self.children) == size - 1, "children and parents disagree"
@@ -140,3 +170,4 @@ class TokenTree:
             assert self.score[i] == expected or math.isclose(self.score[i], expected, abs_tol=1e-9), (
                 f"score of node {i} is {self.score[i]}, its path gives {expected}"
             )
+        check_draws(self)

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from tree.draws import TreeKind
 from tree.tree import TokenTree
 
 
@@ -22,13 +23,14 @@ class Verdict:
     path: tuple[int, ...]  # accepted nodes, root excluded, top down
     extra: int  # the one token the target adds after the path
     promotions: int = 0  # accepted nodes that a lossless rule would have refused; 0 for every lossless rule
+    num_fallbacks: int = 0  # remainders that rounding left without mass, so that the target was sampled instead
 
 
 class Noise(Protocol):
     """The random numbers of the output positions that one tree covers.
 
-    Numbers of different depths, and the two kinds at one depth, are independent of each other and of all drafting
-    randomness. They belong to the output position, not to a node: asking twice with one depth gives the same numbers.
+    Numbers of different depths, and the three kinds at one depth, are independent of each other and of all drafting
+    randomness. They belong to the depth, not to a node: asking twice with one depth gives the same numbers.
     """
 
     def uniform(self, depth: int) -> float:
@@ -36,6 +38,14 @@ class Noise(Protocol):
 
     def exponentials(self, depth: int, size: int) -> torch.Tensor:
         """``[size]`` float32 standard exponentials (positive, finite) on the CPU, one per token."""
+
+    def uniforms(self, depth: int, size: int) -> list[float]:
+        """`size` independent numbers in [0, 1) for accept tests at `depth`; a longer list starts with the shorter one.
+
+        Unlike the others, these belong to the decoding step: the next step has new ones, even for positions that this
+        tree reached too. A rule that decides bottom-up refuses nodes below the text that it emits; if the next step
+        decided by the same numbers, they would not be independent of the text before it.
+        """
 
 
 class Verifier(Protocol):
@@ -47,15 +57,25 @@ class Verifier(Protocol):
 
     @property
     def lossless(self) -> bool:
-        """True if the law of the emitted text is exactly the target's, for every deterministic tree."""
+        """True if the law of the emitted text is exactly the target's, for every kind of tree in `accepts`."""
 
-    def __call__(
-        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise
-    ) -> Verdict:
+    @property
+    def accepts(self) -> frozenset[TreeKind]:
+        """The kinds of trees that the rule is right for; :func:`verify.pairs.check_pair` says why not the others."""
+
+    @property
+    def needs_chain(self) -> bool:
+        """True if the rule is defined on chains only: no node with two children."""
+
+    @property
+    def reads_logits(self) -> bool:
+        """True for rules of temperature 0, whose rows are logits; the others read probabilities."""
+
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
         """Decide for the subset `nodes` of `tree` (ascending, root first, ancestor-closed).
 
         Args:
             rows: ``[len(nodes), vocab]`` target rows, row i at node ``nodes[i]``; logits for the greedy rule,
-                probabilities (after temperature, top-k, top-p) for the sampling walk. Any device, any float type.
+                probabilities (after temperature, top-k, top-p) for the others. Any device, any float type.
             noise: the random numbers of the output positions at the tree's depths.
         """

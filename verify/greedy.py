@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from tree.draws import TreeKind
 from tree.tree import TokenTree
 from verify.base import Noise, Verdict
 from verify.walk import descend
@@ -23,10 +24,11 @@ class Greedy:
 
     name: ClassVar[str] = "greedy"
     lossless: ClassVar[bool] = True
+    accepts: ClassVar[frozenset[TreeKind]] = frozenset(TreeKind)
+    needs_chain: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = True
 
-    def __call__(
-        self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise
-    ) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
         """Decide from logits ``[len(nodes), vocab]`` (any monotone function of them will do); `noise` is not used."""
         assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
         best: list[int] = rows.argmax(dim=-1).tolist()  # argmax returns the first of equal maxima

@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import torch
 
+from tree.draws import TreeKind
 from tree.tree import TokenTree
 from verify.base import Noise, Verdict
 
@@ -68,7 +69,7 @@ def walk_lazily(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise
     """Race only at the nodes that are reached, one more than are accepted. For rows that cost nothing to look at."""
 
     def choose(i: int) -> int:
-        return int(race(rows[i], _exponentials(noise, tree.depth[nodes[i]], rows)))
+        return int(race(rows[i], exponentials_at(noise, tree.depth[nodes[i]], rows)))
 
     return descend(tree, nodes, choose)
 
@@ -76,16 +77,16 @@ def walk_lazily(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise
 def walk_at_once(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
     """Race at all nodes, so that the device is waited for once, not once per depth. The verdict is the same."""
     depths = sorted({tree.depth[node] for node in nodes})
-    by_depth = torch.stack([_exponentials(noise, depth, rows) for depth in depths]).to(rows.device)
+    by_depth = torch.stack([exponentials_at(noise, depth, rows) for depth in depths]).to(rows.device)
     index = torch.tensor([depths.index(tree.depth[node]) for node in nodes], device=rows.device)
     tokens: list[int] = race(rows, by_depth[index]).tolist()
     return descend(tree, nodes, tokens.__getitem__)
 
 
-def _exponentials(noise: Noise, depth: int, rows: torch.Tensor) -> torch.Tensor:
-    """``[vocab]``: the numbers of an output position, checked."""
-    exponentials = noise.exponentials(depth, rows.shape[1])
-    assert exponentials.shape == rows.shape[1:], f"rows {tuple(rows.shape)}, exponentials {tuple(exponentials.shape)}"
+def exponentials_at(noise: Noise, depth: int, rows: torch.Tensor) -> torch.Tensor:
+    """``[vocab]`` on the CPU: the numbers of an output position for `rows` ``[..., vocab]``, checked."""
+    exponentials = noise.exponentials(depth, rows.shape[-1])
+    assert exponentials.shape == rows.shape[-1:], f"rows {tuple(rows.shape)}, exponentials {tuple(exponentials.shape)}"
     least, most = exponentials.aminmax()
     assert 0 < least.item() and most.item() < math.inf, f"exponentials must be positive and finite: {least}, {most}"
     return exponentials
@@ -97,6 +98,9 @@ class TargetWalk:
 
     name: ClassVar[str] = "walk"
     lossless: ClassVar[bool] = True
+    accepts: ClassVar[frozenset[TreeKind]] = frozenset(TreeKind)
+    needs_chain: ClassVar[bool] = False
+    reads_logits: ClassVar[bool] = False
 
     def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and one vector of exponentials per depth."""

@@ -16,15 +16,16 @@ Traps:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice, takewhile
 
-from tree.growth import Answer, Ask, Limits, is_graft
-from tree.select import TIE, rounded
-from tree.tree import TokenTree
+from tree.policies.layers import LayerGrowth, LayerPolicy, Proposal, check_at_least
+from tree.select import TIE
 
 
 @dataclass(frozen=True, slots=True)
-class Talon:
+class Talon(LayerPolicy):
     """Budget-driven, confidence-gated growth."""
 
     budget: int = 60  # N, root included
@@ -34,92 +35,33 @@ class Talon:
     robust_layers: int = 1  # first layers that take the K best without a gate; 1 is the method, 0 gates from the start
 
     def __post_init__(self) -> None:
-        if self.budget < 1:
-            raise ValueError(f"budget must be at least 1 (the root), got {self.budget}")
-        if self.first_width < 1:
-            raise ValueError(f"first_width must be at least 1, got {self.first_width}")
+        check_at_least(1, budget=self.budget, first_width=self.first_width)
+        check_at_least(0, depth_cap=self.depth_cap or 0, robust_layers=self.robust_layers)
         if not 0.0 < self.mu <= 1.0:
             raise ValueError(f"mu must be in (0, 1], got {self.mu}")
-        if self.depth_cap is not None and self.depth_cap < 0:
-            raise ValueError(f"depth_cap must be at least 0 or None, got {self.depth_cap}")
-        if self.robust_layers < 0:
-            raise ValueError(f"robust_layers must be at least 0, got {self.robust_layers}")
 
     def with_budget(self, budget: int) -> Talon:
         """The same gate with another N, root included."""
         return replace(self, budget=budget)
 
-    def begin(
-        self,
-        root_token: int,
-        *,
-        stop_tokens: frozenset[int] = frozenset(),
-        max_depth: int | None = None,
-        vocab_size: int,
-    ) -> TalonGrowth:
-        """Start a tree; see :class:`tree.growth.Policy`."""
-        caps = [cap for cap in (max_depth, self.depth_cap) if cap is not None]
-        return TalonGrowth(self, TokenTree(root_token), Limits(vocab_size, stop_tokens, min(caps, default=None)))
-
-
-class TalonGrowth:
-    """A TALON tree under construction. Each ask is one layer."""
-
-    def __init__(self, policy: Talon, tree: TokenTree, limits: Limits) -> None:
-        self.tree = tree
-        self.num_grafts = 0
-        self._policy = policy
-        self._limits = limits
-        self._layer = 0
-        self._parents = self._open([0])
-
-    def ask(self, drafter: str) -> Ask | None:
-        """Candidates of every node of the newest layer; None once the budget is spent or the layer is closed."""
-        room = self._policy.budget - len(self.tree)
-        if room <= 0 or not self._parents:
-            return None
-        width = min(room, self._limits.vocab_size)
-        if self._layer < self._policy.robust_layers:
-            width = min(width, self._policy.first_width)
-        return Ask(nodes=self._parents, width=width)
-
-    def attach(self, drafter: str, answer: Answer) -> None:
-        """Admit the next layer. An empty pool ends the growth."""
-        tree = self.tree
-        # Pool entries are (score, order, parent, token, lp). Parents are in rank order and candidates descend,
-        # so `order` is the creation order that breaks ties. Zero-probability candidates never enter: nothing can accept
-        # them.
-        pool: list[tuple[float, int, int, int, float]] = []
-        for parent in self._parents:
-            candidates = answer.candidates.get(parent)
-            if candidates is None:
-                continue
-            for token, lp in zip(candidates.tokens, candidates.lps, strict=True):
-                score = tree.score[parent] + lp
-                if score != -math.inf and self._limits.allows(token):
-                    pool.append((score, len(pool), parent, token, lp))
-        pool.sort(key=lambda entry: (-rounded(entry[0]), entry[1]))
-        admitted: list[int] = []
-        for _, _, parent, token, lp in pool[: self._num_admitted([entry[0] for entry in pool])]:
-            self.num_grafts += is_graft(tree, parent, drafter)
-            admitted.append(tree.add(parent, token, lp, drafter))
-        self._layer += 1
-        self._parents = self._open(admitted)
-
-    def verify_nodes(self) -> list[int]:
-        """All nodes; growth never exceeds the budget."""
-        return list(range(len(self.tree)))
-
-    def _num_admitted(self, scores: list[float]) -> int:
-        """How many of the path scores of a layer's pool, best first, are admitted."""
-        room = self._policy.budget - len(self.tree)
-        if not scores:
+    def wanted(self, growth: LayerGrowth) -> int:
+        """As many candidates per parent as could be admitted at all."""
+        if self.depth_cap is not None and growth.num_layers >= self.depth_cap:
             return 0
-        if self._layer < self._policy.robust_layers:
-            return min(room, self._policy.first_width)
-        threshold = max(scores) + math.log(self._policy.mu) - TIE  # a candidate exactly at the gate passes
-        return min(room, sum(score >= threshold for score in scores))
+        return self._most(growth)
 
-    def _open(self, nodes: list[int]) -> tuple[int, ...]:
-        """Those of `nodes` that may get children."""
-        return tuple(node for node in nodes if self._limits.is_open(self.tree, node))
+    def admitted(self, growth: LayerGrowth, pool: Iterator[Proposal]) -> Iterable[Proposal]:
+        """The K best of a robust layer; later those within the gate, as far as the budget goes."""
+        best = next(pool, None)
+        if best is None:
+            return ()
+        layer: Iterator[Proposal] = chain((best,), pool)
+        if growth.num_layers >= self.robust_layers:
+            threshold = best.score + math.log(self.mu) - TIE  # a candidate exactly at the gate passes
+            layer = takewhile(lambda proposal: proposal.score >= threshold, layer)
+        return islice(layer, self._most(growth))
+
+    def _most(self, growth: LayerGrowth) -> int:
+        """Nodes that the next layer may have at most, gate aside."""
+        room = self.budget - len(growth.tree)
+        return min(room, self.first_width) if growth.num_layers < self.robust_layers else room

@@ -1,55 +1,17 @@
-"""The decision rules once more, slow and obvious, with every random decision handed out.
-
-A rule here gets a *chooser*: asked with the depth and the weights of the alternatives, it returns the index of one. A
-chooser that races exponentials gives the same verdicts as the production rules, element by element. :func:`outcomes`
-instead tries every decision and yields every outcome with its probability, so that tests compare laws exactly and never
-by sampling.
-"""
+"""Who decides: choosers, which try every alternative or replay the numbers of a production rule."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from tree.tree import TokenTree
-from verify.base import Verdict
+from verify.base import Noise
 
 Chooser = Callable[[int, Sequence[float]], int]
 """(depth, weights of the alternatives) -> index of the chosen one; weights need not sum to 1."""
 
 Outcome = TypeVar("Outcome")
-
-
-def greedy_reference(tree: TokenTree, nodes: Sequence[int], rows: Sequence[Sequence[float]]) -> Verdict:
-    """Greedy matching on ``rows[i][token]``, the target's logits at ``nodes[i]``."""
-    kept = set(nodes)
-    path: list[int] = []
-    node = 0
-    while True:
-        row = rows[list(nodes).index(node)]
-        token = min(t for t in range(len(row)) if row[t] == max(row))
-        child = tree.children[node].get(token)
-        if child not in kept or child is None:
-            return Verdict(tuple(path), token)
-        path.append(child)
-        node = child
-
-
-def walk_reference(
-    tree: TokenTree, nodes: Sequence[int], rows: Sequence[Sequence[float]], choose: Chooser
-) -> Verdict:
-    """Target-sampling walk on ``rows[i][token]``, the target's probabilities at ``nodes[i]``."""
-    kept = set(nodes)
-    path: list[int] = []
-    node = 0
-    while True:
-        token = choose(tree.depth[node], rows[list(nodes).index(node)])
-        child = tree.children[node].get(token)
-        if child not in kept or child is None:
-            return Verdict(tuple(path), token)
-        path.append(child)
-        node = child
 
 
 def choose_by(exponentials: Callable[[int], Sequence[float]]) -> Chooser:
@@ -99,3 +61,60 @@ def outcomes(rule: Callable[[Chooser], Outcome]) -> Iterator[tuple[float, Outcom
 
         outcome = rule(choose)
         yield probability, outcome
+
+
+class Decisions(Protocol):
+    """The decisions of a ratio rule, of three kinds, since production uses other numbers for tests than for tokens."""
+
+    def accept(self, depth: int, probability: float) -> bool:
+        """An accept test at `depth`."""
+
+    def below(self, depth: int, count: int) -> int:
+        """One of ``range(count)``, all equally likely."""
+
+    def pick(self, depth: int, weights: Sequence[float]) -> int:
+        """A token of the law `weights`, which need not sum to 1."""
+
+
+class Chosen:
+    """Every decision by one chooser; under :func:`outcomes`, every decision both ways."""
+
+    def __init__(self, choose: Chooser) -> None:
+        self._choose = choose
+
+    def accept(self, depth: int, probability: float) -> bool:
+        """See :class:`Decisions`."""
+        probability = min(probability, 1.0)
+        return self._choose(depth, [1.0 - probability, probability]) == 1
+
+    def below(self, depth: int, count: int) -> int:
+        """See :class:`Decisions`."""
+        return self._choose(depth, [1.0] * count)
+
+    def pick(self, depth: int, weights: Sequence[float]) -> int:
+        """See :class:`Decisions`."""
+        return self._choose(depth, weights)
+
+
+class Replayed:
+    """The decisions that a production rule takes with the same noise."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+        self._used: dict[int, int] = {}  # tests so far, by depth
+
+    def accept(self, depth: int, probability: float) -> bool:
+        """See :class:`Decisions`."""
+        return self._number(depth) < probability
+
+    def below(self, depth: int, count: int) -> int:
+        """See :class:`Decisions`."""
+        return int(self._number(depth) * count)
+
+    def pick(self, depth: int, weights: Sequence[float]) -> int:
+        """See :class:`Decisions`."""
+        return choose_by(lambda depth: self._noise.exponentials(depth, len(weights)).tolist())(depth, weights)
+
+    def _number(self, depth: int) -> float:
+        used = self._used[depth] = self._used.get(depth, 0) + 1
+        return self._noise.uniforms(depth, used)[-1]
