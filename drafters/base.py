@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from tree.growth import Answer, Ask
 from tree.tree import TokenTree
 
@@ -29,7 +31,7 @@ class DraftRequest:
 class Halt:
     """A drafter's refusal to go on with one sequence; `reason` is a short, bounded word (a metric label)."""
 
-    reason: str  # "context", "rows", "nan", "error"
+    reason: str  # "context", "rows", "nan", "features", "error"
 
 
 class Drafter(Protocol):
@@ -37,12 +39,19 @@ class Drafter(Protocol):
 
     name: str  # its role in schedules and metrics: "ngram", "small", "medium"
     runs_model: bool  # False: free of forwards, not worth batching
+    layers: tuple[int, ...]  # of the target, whose outputs it wants to `observe`; empty for most
 
     def open(self) -> Any:
         """State for a new sequence; cheap, nothing is computed before the first `propose`."""
 
+    def observe(self, state: Any, start: int, hidden: torch.Tensor) -> None:
+        """The target's hidden states `[n, len(layers), hidden]` of the verified tokens `start` to `start + n - 1`.
+
+        Called for every verified token in order, from the first one on, and only if `layers` names some.
+        """
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
-        """Answer several sequences' questions with one batched forward at most."""
+        """Answer several sequences' questions together."""
 
     def commit(self, state: Any, context: Sequence[int], tree: TokenTree | None, path: Sequence[int]) -> None:
         """The step is over: keep what belongs to the accepted `path` of `tree`, forget the other nodes.

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters.base import DraftRequest
-from drafters.ngram import MAX_N, NgramDrafter, NgramIndex
+from drafters.ngram import READ_AT_LEAST, READ_AT_ONCE, Lookup, Memory, NgramDrafter
+from drafters.ngram_index import LOOK_BACK, MAX_N, MAX_STEPS, NgramIndex
+from tree.graft import TreeGraft
 from tree.growth import Answer, Ask, Candidates
 from tree.tree import TokenTree
 
@@ -20,10 +22,21 @@ def ids(text: str) -> list[int]:
     return [ord(c) for c in text]
 
 
-def index_of(text: Sequence[int], min_n: int = 1) -> NgramIndex:
-    index = NgramIndex(min_n)
-    index.extend(text)
-    return index
+class CountingText(list[int]):
+    """A text that counts how many of its tokens are read."""
+
+    num_read = 0
+
+    def __getitem__(self, key):  # type: ignore[no-untyped-def]
+        found = super().__getitem__(key)
+        self.num_read += len(found) if isinstance(key, slice) else 1
+        return found
+
+
+def lookup_of(text: Sequence[int], min_n: int = 1) -> Lookup:
+    memory = Memory(NgramIndex(65536))
+    memory.index.read(text, len(text))
+    return Lookup(memory, text, None, min_n)
 
 
 def ask(
@@ -44,8 +57,9 @@ def brute_force(text: Sequence[int], tail: Sequence[int], k: int, min_n: int) ->
     """(token, position) by the rule: longest n first, most recent first, until k distinct tokens."""
     found: dict[int, int] = {}
     for n in range(min(MAX_N, len(tail)), min_n - 1, -1):
-        for position in range(len(text) - 1, n - 1, -1):
-            if list(text[position - n : position]) == list(tail[-n:]) and len(found) < k:
+        places = [p for p in range(len(text) - 1, n - 1, -1) if list(text[p - n : p]) == list(tail[-n:])]
+        for position in places[:LOOK_BACK]:
+            if len(found) < k:
                 found.setdefault(text[position], position)
     return list(found.items())
 
@@ -57,36 +71,43 @@ def brute_force(text: Sequence[int], tail: Sequence[int], k: int, min_n: int) ->
     st.integers(1, 5),
     st.integers(1, 3),
 )
-def test_lookup_equals_a_search_of_the_text(text: list[int], path: list[int], k: int, min_n: int) -> None:
-    """An index that misses or reorders occurrences drafts something else than the rule says."""
-    tail = text + path
-    found = index_of(text, min_n).candidates(tail, k)
-    assert [(token, position) for token, _, position in found] == brute_force(text, tail, k, min_n)
+def test_candidates_equal_a_search_of_the_text(text: list[int], path: list[int], k: int, min_n: int) -> None:
+    """Another order drafts something else than the rule says."""
+    found = lookup_of(text, min_n).candidates(path, k)
+    assert [(proposal.token, proposal.position) for proposal in found] == brute_force(text, text + path, k, min_n)
 
 
 @settings(max_examples=200)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.lists(st.integers(0, 4), max_size=4), st.integers(1, 3))
 def test_probabilities_of_all_children_sum_to_less_than_one(text: list[int], path: list[int], min_n: int) -> None:
     """Scores of different drafters share one tree; probabilities that sum to more would crowd the others out."""
-    index = index_of(text, min_n)
-    found = index.candidates(text + path, 1000)
-    assert sum(math.exp(lp) for _, lp, _ in found) < 1
-    for token, lp, _ in found:
-        assert lp < 0
-        assert index.lp(text + path, token) == lp
-    assert index.lp(text + path, 99) is None
+    lookup = lookup_of(text, min_n)
+    found = lookup.candidates(path, 1000)
+    assert sum(math.exp(proposal.lp) for proposal in found) < 1
+    for proposal in found:
+        assert proposal.lp < 0
+        assert lookup.lp(path, proposal.token) == proposal.lp
+    assert lookup.lp(path, 99) is None
 
 
 def test_longer_matches_and_more_frequent_followers_are_believed_more() -> None:
     """The verify set is filled by score: a lucky match of one token must not displace a match of five."""
-    by_length = [index_of(ids("abcdef")).lp(ids("abcde")[-n:], ord("f")) for n in range(1, 6)]
+    lookup = lookup_of(ids("abcdef"))
+    by_length = [lookup.lp([0, *ids("abcde")[-n:]], ord("f")) for n in range(1, 6)]
     assert all(lp is not None for lp in by_length)
     assert by_length == sorted(by_length)  # type: ignore[type-var]
-    once, twice = index_of(ids("ab.")), index_of(ids("ab.ab."))
+    once, twice = lookup_of(ids("ab.")), lookup_of(ids("ab.ab."))
     assert once.lp(ids("a"), ord("b")) < twice.lp(ids("a"), ord("b"))  # type: ignore[operator]
     mixed = root_candidates("ab ab ab ac a")
     assert mixed.tokens == (ord("b"), ord("c"))
     assert mixed.lps[0] > mixed.lps[1]
+
+
+def test_a_single_occurrence_is_believed_as_measured() -> None:
+    """These five numbers decide which nodes are worth a row of the target."""
+    lookup = lookup_of(ids("abcdef"))
+    believed = [math.exp(lookup.lp([0, *ids("abcde")[-n:]], ord("f")) or 0) for n in range(1, 6)]
+    assert believed == pytest.approx([0.18, 0.42, 0.5, 0.56, 0.83], abs=0.005)
 
 
 def test_chains_are_five_long_at_the_root_and_shorten_with_depth() -> None:
@@ -123,10 +144,10 @@ def test_chain_tokens_carry_their_own_estimate() -> None:
     """Later growth steps rank chain nodes against other nodes by these."""
     context = ids("the cat sat. the cat")
     found = root_candidates("the cat sat. the cat")
-    index = index_of(context)
+    lookup = lookup_of(context)
     drafted = [found.tokens[0]]
     for token, lp in found.suffixes[0]:
-        assert lp == index.lp(context + drafted, token) < 0  # type: ignore[operator]
+        assert lp == lookup.lp(drafted, token) < 0  # type: ignore[operator]
         drafted.append(token)
     assert drafted == ids(" sat.")
 
@@ -202,11 +223,11 @@ def test_the_index_catches_up_with_the_text_and_never_holds_drafted_tokens() -> 
         node = tree.add(0, 0, -1.0, "small")
         drafter.propose([DraftRequest(state, text[:size], tree, Ask((node,), 3))])
         drafter.commit(state, text[:size], tree, [])
-        assert state.tokens == text[:size]
+        assert (state.index.start, state.index.end) == (0, size)
         assert answer == ask(NgramDrafter(), text[:size], TokenTree(text[size - 1]), 0, width=3)
     drafter.close(state)
     drafter.close(state)
-    assert len(state) == 0
+    assert len(state.index) == 0 and not state.known
 
 
 def test_sequences_do_not_mix() -> None:
@@ -231,21 +252,162 @@ def test_rescoring_covers_the_nodes_whose_token_was_seen() -> None:
     assert ask(NgramDrafter(), context, tree, 0).rescored == {}
 
 
-@pytest.mark.parametrize("options", [{"min_n": 0}, {"min_n": 6}, {"fallback": "always"}])
+@pytest.mark.parametrize("options", [{"min_n": 0}, {"min_n": 6}, {"fallback": "always"}, {"window": 0}])
 def test_impossible_options_are_refused(options: dict[str, object]) -> None:
     """At construction, not with the first request."""
-    with pytest.raises(ValueError, match="min_n|fallback"):
+    with pytest.raises(ValueError, match="min_n|fallback|window"):
         NgramDrafter(**options)  # type: ignore[arg-type]
 
 
-def test_a_lookup_costs_the_same_whatever_the_text_repeats() -> None:
-    """A frequent token has thousands of occurrences; walking over them would make drafting slower than decoding.
+# Long texts
 
-    Counted in followers looked at: distinct ones, not occurrences.
+
+def read_until_done(drafter: NgramDrafter, state: Memory, context: Sequence[int], calls: int = 100) -> list[Candidates]:
+    """Answers about the root, call after call, until the text is read."""
+    answers: list[Candidates] = []
+    while state.index.end < len(context):
+        (answer,) = drafter.propose([DraftRequest(state, context, TokenTree(context[-1]), Ask((0,), 4))])
+        assert isinstance(answer, Answer)
+        answers.append(answer.candidates[0])
+        assert len(answers) <= calls, f"{state.index.end} of {len(context)} tokens read after {calls} calls"
+    return answers
+
+
+def test_a_long_prompt_is_read_in_pieces_and_drafted_from_meanwhile() -> None:
+    """Read in one go it holds up everyone; not drafted from, its own first steps are slow."""
+    needle, filler = [1, 2, 3, 4, 5], range(100, 100 + 3 * READ_AT_ONCE)
+    context = CountingText([*needle, 6, *filler, *needle, 7, 9, *needle])
+    drafter = NgramDrafter()
+    answers = read_until_done(drafter, drafter.open(), context)
+    assert len(answers) == 4
+    assert [answer.tokens for answer in answers[:-1]] == [(6,)] * 3, "the part read so far was not used"
+    assert answers[-1].tokens == (7, 6) or answers[-1].tokens == (6, 7)
+    whole = lookup_of(context).candidates([], 4)
+    assert {(p.token, p.lp) for p in whole} == set(zip(answers[-1].tokens, answers[-1].lps, strict=True))
+    before = context.num_read
+    drafter.propose([DraftRequest(drafter.open(), context, TokenTree(context[-1]), Ask((0,), 4))])
+    assert context.num_read - before < READ_AT_ONCE + 1000, "tokens read in one call"
+
+
+def test_a_chain_that_reaches_the_unread_part_goes_on_there() -> None:
+    """The text behind the part read so far is known, though not indexed; the draft must not take its place."""
+    context = [1, 2, 70, *range(100, 95 + READ_AT_ONCE), 1, 2, 70, 71, *range(30_000, 31_000), 1]
+    drafter = NgramDrafter()
+    (answer,) = drafter.propose([DraftRequest(drafter.open(), context, TokenTree(1), Ask((0,), 4))])
+    assert isinstance(answer, Answer)
+    assert context[READ_AT_ONCE - 1] == 2, "the last token read in the first call"
+    assert answer.candidates[0].tokens == (2,)
+    # How likely 71 is nobody knows yet, so the chain ends before it.
+    assert [token for token, _ in answer.candidates[0].suffixes[0]] == [70]
+
+
+def test_many_long_prompts_share_what_is_read_in_one_call() -> None:
+    """Ten long prompts that arrive together must not take ten times as long; and no sequence may starve."""
+    drafter = NgramDrafter()
+    texts = [list(range(k, k + 30_000)) for k in range(10)]
+    requests = [DraftRequest(drafter.open(), text, TokenTree(text[-1]), Ask((0,), 4)) for text in texts]
+    for call in range(1, 60):
+        before = [request.state.index.end for request in requests]
+        drafter.propose(requests)
+        read = [request.state.index.end - end for request, end in zip(requests, before, strict=True)]
+        assert sum(read) <= READ_AT_ONCE + READ_AT_LEAST * len(requests), f"call {call} read {read}"
+        left = [len(text) - end for text, end in zip(texts, before, strict=True)]
+        assert all(done >= min(READ_AT_LEAST, missing) for done, missing in zip(read, left, strict=True)), f"{call}: {read}"
+    assert all(request.state.index.end == 30_000 for request in requests)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param([3] * 100_000, id="one token"),
+        pytest.param(list(range(100_000)), id="all distinct"),
+        pytest.param([3, 4, 3, 5] * 25_000, id="period of four"),
+    ],
+)
+def test_a_question_takes_bounded_work_on_any_text(text: list[int]) -> None:
+    """Drafting must stay far cheaper than a forward, whatever somebody sends.
+
+    Counted in tokens of the text that are looked at: per lookup at most 64 places of at most five tokens, for each length.
     """
-    index = index_of([1, 2] * 1000 + [1])
-    followers = index._followers[(1,)]
-    assert not isinstance(followers, int)
-    assert followers.total == 1000
-    assert list(followers.by_token) == [2]
-    assert len(index._followers) < 2 * MAX_N + 10
+    context, width = CountingText(text), 4
+    drafter = NgramDrafter()
+    state = drafter.open()
+    tree = TokenTree(text[-1])
+    read_until_done(drafter, state, context)
+    while len(tree) < 10:
+        tree.add(len(tree) - 1, text[len(tree)], -0.1, "ngram")
+    lookups = len(tree) * (1 + width * (MAX_N - 1))  # candidates of every node, and every token of their chains
+    context.num_read = 0
+    drafter.propose([DraftRequest(state, context, tree, Ask(tuple(range(len(tree))), width))])
+    assert context.num_read <= lookups * (MAX_STEPS * (sum(range(1, MAX_N + 1)) + MAX_N) + 20)
+    context.num_read = 0
+    state.index.clear()
+    state.forget_lookups()
+    drafter.propose([DraftRequest(state, context, TokenTree(text[-1]), Ask((0,), width))])
+    assert context.num_read <= READ_AT_ONCE + (1 + width * (MAX_N - 1)) * MAX_STEPS * 20
+
+
+def test_the_memory_of_lookups_does_not_grow_with_the_answer() -> None:
+    """It is for one step; kept, it would outgrow the index."""
+    drafter, rng = NgramDrafter(), random.Random(4)
+    state, text, most = drafter.open(), [1], 0
+    for _ in range(1500):
+        text.append(rng.randrange(3))
+        drafter.propose([DraftRequest(state, text, TokenTree(text[-1]), Ask((0,), 4))])
+        most = max(most, len(state.known))
+    assert most <= MAX_N * (1 + 4 * (MAX_N - 1))
+
+
+# Conversations
+
+
+def tokens_per_step(prompt: list[int], answer: list[int], window: int = 65536) -> float:
+    """Of a target that writes `answer` after `prompt`, drafted for by the n-gram drafter alone on a budget of 8."""
+    drafter = NgramDrafter(window=window)
+    policy, state = TreeGraft(frontier=4, width=4, budget=8, small="ngram"), drafter.open()
+    text, steps = list(prompt), 0
+    end = len(prompt) + len(answer)
+    while len(text) < end:
+        growth = policy.begin(text[-1], vocab_size=256)
+        while (question := growth.ask("ngram")) is not None:
+            before = len(growth.tree)
+            (reply,) = drafter.propose([DraftRequest(state, text, growth.tree, question)])
+            assert isinstance(reply, Answer)
+            growth.attach("ngram", reply)
+            if len(growth.tree) == before:
+                break
+        verified, node, path = set(growth.verify_nodes()), 0, list[int]()
+        for token in answer[len(text) - len(prompt) :]:
+            child = growth.tree.children[node].get(token)
+            if child not in verified:
+                path.append(token)  # the target's own
+                break
+            assert child is not None
+            node = child
+            path.append(token)
+        drafter.commit(state, text, growth.tree, [])
+        text.extend(path)
+        steps += 1
+    return len(answer) / steps
+
+
+QUESTION = "<user>Write a function that adds two numbers.<assistant>"
+CODE = "def add(left, right):\n    return left + right\n"
+FOLLOW_UP = "<user>Now with a docstring.<assistant>"
+CHANGED = 'def add(left, right):\n    """The sum."""\n    return left + right\n'
+
+
+def test_a_later_turn_is_drafted_from_the_earlier_ones() -> None:
+    """The second answer of a conversation often repeats the first; its prompt holds it, in a sequence of its own."""
+    conversation = ids(QUESTION + CODE + FOLLOW_UP)
+    assert tokens_per_step(conversation, ids(CODE)) > 3
+    assert tokens_per_step(conversation, ids(CHANGED)) > 2.5
+
+
+def test_without_the_earlier_turn_there_is_nothing_to_draft_from() -> None:
+    """Negative control: what is gained above must come from the first turn and not from the second answer itself."""
+    for alone in (tokens_per_step(ids(FOLLOW_UP), ids(CODE)), tokens_per_step(ids("x"), ids(CHANGED))):
+        assert alone < 2
+    forgotten = ids(QUESTION + CODE) + list(range(128, 256)) + ids(FOLLOW_UP)
+    assert tokens_per_step(forgotten, ids(CODE), window=100) < 2
+    assert tokens_per_step(forgotten, ids(CODE)) > 3
