@@ -7,18 +7,18 @@ question. Log-probabilities are taken at temperature 1 whatever the request samp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from drafters.base import DraftRequest, Halt
+from drafters.reading import missing_nodes, read_answer
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
 from models.kv_cache import RowList
 from tree.flatten import positions, visible
-from tree.growth import Answer, Ask, Candidates
+from tree.growth import Answer
 from tree.tree import TokenTree
 
 _CATCH_UP = 512  # most verified tokens fed at once: a long prompt must not hold up the answers of others
@@ -43,17 +43,23 @@ class Feed:
 
 
 class CausalLMDrafter:
-    """Drafts with a `CausalLM`. `name` is its role."""
+    """Drafts with a `CausalLM`. `name` is its role; `ids` leads from its output columns to the target's ids, if they differ."""
 
     runs_model = True
+    layers: tuple[int, ...] = ()  # it reads tokens, nothing of the target's
 
-    def __init__(self, name: str, lm: CausalLM) -> None:
+    def __init__(self, name: str, lm: CausalLM, ids: Sequence[int] | None = None) -> None:
         self.name = name
         self.lm = lm
+        self._ids = ids
+        self._draft_ids = None if ids is None else {target: draft for draft, target in enumerate(ids)}
 
     def open(self) -> Following:
         """An empty memory; the prompt is fed with the first question."""
         return Following()
+
+    def observe(self, state: Following, start: int, hidden: torch.Tensor) -> None:
+        """Nothing to take in."""
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
@@ -74,7 +80,19 @@ class CausalLMDrafter:
                 feeds[index] = feed
         self._feed([(requests[index], feed) for index, feed in feeds.items() if feed.text or feed.nodes])
         for index, feed in feeds.items():
-            answers[index] = Answer({}, {}) if feed.is_partial else _read(requests[index], self.name)
+            request = requests[index]
+            answers[index] = (
+                Answer({}, {})
+                if feed.is_partial
+                else read_answer(
+                    request.tree,
+                    request.ask,
+                    self.name,
+                    request.state.log_probs,
+                    ids=self._ids,
+                    draft_ids=self._draft_ids,
+                )
+            )
         return [answer for answer in answers if answer is not None]
 
     def commit(self, state: Following, context: Sequence[int], tree: TokenTree | None, path: Sequence[int]) -> None:
@@ -135,7 +153,7 @@ def _missing(request: DraftRequest, name: str) -> Feed:
     start = len(state.rows)
     if len(context) - start > _CATCH_UP:
         return Feed(context[start : start + _CATCH_UP], [], is_partial=True)
-    return Feed(context[start:], _missing_nodes(request, name), is_partial=False)
+    return Feed(context[start:], missing_nodes(request.tree, request.ask, name, state.node_rows), is_partial=False)
 
 
 def _segment(request: DraftRequest, feed: Feed, rows: list[int]) -> Segment:
@@ -154,55 +172,3 @@ def _segment(request: DraftRequest, feed: Feed, rows: list[int]) -> Segment:
         tree_rows=[state.node_rows[node] for node in earlier],
         visible=chain_then_tree(num_text, mask) if num_text else mask,
     )
-
-
-def _missing_nodes(request: DraftRequest, name: str) -> list[int]:
-    """Nodes to feed, ascending: those asked about with their ancestors; the whole tree if it is to be rescored."""
-    tree, ask, state = request.tree, request.ask, request.state
-    if ask.rescore:
-        # A leaf's row only serves to expand it; every node that has children, or is asked about, is needed.
-        parents = {tree.parent[node] for node in range(1, len(tree)) if tree.scorer[node] != name}
-        targets = parents.union(ask.nodes)
-    else:
-        targets = set(ask.nodes)
-    missing: set[int] = set()
-    for node in targets:
-        while node > 0 and node not in state.node_rows and node not in missing:
-            missing.add(node)
-            node = tree.parent[node]
-    return sorted(missing)
-
-
-def _read(request: DraftRequest, name: str) -> Answer | Halt:
-    """Candidates of the asked nodes and, on request, this drafter's scores of nodes that others scored."""
-    state, tree, ask = request.state, request.tree, request.ask
-    rows = torch.stack([state.log_probs[node] for node in ask.nodes])
-    best = rows.topk(min(ask.width, rows.shape[1]), dim=-1)
-    edges = _edges_to_score(ask, tree, state, name)
-    values = [best.values.flatten()]
-    if edges:
-        parents = torch.stack([state.log_probs[tree.parent[node]] for node in edges])
-        tokens = torch.tensor([[tree.token[node]] for node in edges], device=parents.device)
-        values.append(parents.gather(1, tokens.clamp(max=parents.shape[1] - 1)).flatten())
-    width = best.values.shape[1]
-    flat, ids = torch.cat(values).tolist(), best.indices.tolist()
-    if any(math.isnan(value) for value in flat):
-        return Halt("nan")
-    candidates = {
-        node: _candidates(ids[row], flat[row * width : (row + 1) * width]) for row, node in enumerate(ask.nodes)
-    }
-    scored = dict(zip(edges, flat[len(ask.nodes) * width :], strict=True))
-    unknown = rows.shape[1]  # a drafter with a smaller vocabulary gives ids beyond it no probability
-    return Answer(candidates, {node: lp if tree.token[node] < unknown else -math.inf for node, lp in scored.items()})
-
-
-def _edges_to_score(ask: Ask, tree: TokenTree, state: Following, name: str) -> list[int]:
-    if not ask.rescore:
-        return []
-    return [v for v in range(1, len(tree)) if tree.scorer[v] != name and tree.parent[v] in state.log_probs]
-
-
-def _candidates(ids: list[int], lps: list[float]) -> Candidates:
-    """Finite candidates, log-probability descending and token id ascending."""
-    pairs = sorted((-lp, token) for token, lp in zip(ids, lps, strict=True) if math.isfinite(lp))
-    return Candidates(tuple(token for _, token in pairs), tuple(min(-negative, 0.0) for negative, _ in pairs))

@@ -7,6 +7,7 @@ model family. Rows beyond the tokenizer belong to no token; whoever reads logits
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -66,6 +67,12 @@ def check_same_vocab(
                 f"the first one without a row is token id {first}: {_named(target[first])}"
             )
     return VocabMatch(num_tokens, target_vocab_size, drafter_vocab_size)
+
+
+def tokenizer_hash(tokenizer: HasVocab) -> str:
+    """SHA-256 of what every token id means, hexadecimal; equal for tokenizers that `check_same_vocab` accepts."""
+    lines = (f"{token_id}\t{token!r}\n" for token_id, token in sorted(_tokens_by_id(tokenizer).items()))
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _tokens_by_id(tokenizer: HasVocab) -> dict[int, tuple[str, ...]]:

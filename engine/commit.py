@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from drafters.base import Drafter
-from engine.draft import commit_drafters
+from engine.draft import commit_drafters, show_hidden
 from engine.request import DrafterCount, FinishReason, StepStats
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
@@ -37,8 +37,12 @@ def commit(
 ) -> Block:
     """Keep the rows of the accepted path, free the others, tell the drafters, and append the block's tokens."""
     sequence, tree = scored.draft.sequence, scored.draft.growth.tree
+    start, num_pending = len(sequence.rows), sequence.num_pending
     _keep_rows(scored, verdict, pool)
     commit_drafters(scored.draft, drafters, verdict.path)
+    place = {node: num_pending - 1 + index for index, node in enumerate(scored.nodes)}
+    fed = [*range(num_pending), *(place[node] for node in verdict.path)]
+    scored.draft.halts.extend(show_hidden(sequence, drafters, start, scored.hidden, fed))
     if sequence.request.keep_trees:
         sequence.trees.append(TreeRecord(tree, tuple(scored.nodes), verdict.path, verdict.extra))
     tokens = (*(tree.token[node] for node in verdict.path), verdict.extra)

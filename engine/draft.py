@@ -14,12 +14,16 @@ from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+import torch
+
 from drafters.base import Drafter, DraftRequest, Halt
 from engine.sequence import Sequence
 from scheduler.schedule import Action, Signals
 from tree.growth import Answer, Ask, Growth
 
 log = logging.getLogger(__name__)
+
+_MOST_TURNED_AWAY = 64  # decisions in a row that found nothing to do: a plan may name one drafter for ever
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +79,8 @@ def grow_trees(
 def _next_question(draft: Draft) -> tuple[str, Ask] | None:
     """The drafter that goes on with this tree and what it is asked; None when drafting is over."""
     schedule, halts = draft.sequence.schedule, draft.sequence.stats.halts
-    while not draft.is_over:
+    turned_away = 0
+    while not draft.is_over and turned_away < _MOST_TURNED_AWAY:
         signals = Signals(step=draft.step, num_nodes=len(draft.growth.tree), budget=schedule.budget)
         action = schedule.plan.decide(signals)
         if action is Action.STOP:
@@ -87,6 +92,7 @@ def _next_question(draft: Draft) -> tuple[str, Ask] | None:
             if ask is not None:
                 return name, ask
         draft.exhausted.add(name)
+        turned_away += 1
         # Every drafter of the schedule was turned away since the tree last changed: no later answer can differ.
         if draft.exhausted.issuperset(schedule.drafters.values()):
             return None
@@ -101,7 +107,30 @@ def commit_drafters(draft: Draft, drafters: Mapping[str, Drafter], path: Sequenc
             drafters[name].commit(state, sequence.tokens, draft.growth.tree, path)
         except Exception:
             log.exception("drafter %s failed to commit", name)
-            _halt(draft, drafters[name], "error")
+            _halt(sequence, drafters[name], "error")
+            draft.halts.append((name, "error"))
+
+
+def show_hidden(
+    sequence: Sequence, drafters: Mapping[str, Drafter], start: int, hidden: Mapping[int, torch.Tensor], rows: SequenceOf[int]
+) -> list[tuple[str, str]]:
+    """Hand the target's hidden states of verified tokens, `start` and up, to the drafters that go on from them.
+
+    `hidden[layer][rows[i]]` belongs to token ``start + i``. Returns the drafters that broke, and why.
+    """
+    broken = []
+    for name in sequence.schedule.drafters.values():
+        drafter = drafters[name]
+        if not drafter.layers or name in sequence.stats.halts:
+            continue
+        try:
+            stacked = torch.stack([hidden[layer][list(rows)] for layer in drafter.layers], dim=1)
+            drafter.observe(_state(sequence, drafter), start, stacked)
+        except Exception:
+            log.exception("drafter %s failed to take in hidden states", name)
+            _halt(sequence, drafter, "error")
+            broken.append((name, "error"))
+    return broken
 
 
 def close_drafters(sequence: Sequence, drafters: Mapping[str, Drafter]) -> None:
@@ -128,7 +157,8 @@ def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]]) -> None:
     for (draft, _), answer in zip(questions, answers, strict=True):
         draft.draft_s += share
         if isinstance(answer, Halt):
-            _halt(draft, drafter, answer.reason)
+            _halt(draft.sequence, drafter, answer.reason)
+            draft.halts.append((drafter.name, answer.reason))
             continue
         draft.forwards[drafter.name] += drafter.runs_model
         _attach(draft, drafter, answer)
@@ -141,7 +171,8 @@ def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
         draft.growth.attach(drafter.name, answer)
     except Exception:
         log.exception("drafter %s gave an answer that cannot be used", drafter.name)
-        _halt(draft, drafter, "error")
+        _halt(draft.sequence, drafter, "error")
+        draft.halts.append((drafter.name, "error"))
         draft.is_over = True
         return
     if len(draft.growth.tree) > before or answer.rescored:
@@ -156,11 +187,9 @@ def _state(sequence: Sequence, drafter: Drafter) -> object:
     return sequence.drafter_states[drafter.name]
 
 
-def _halt(draft: Draft, drafter: Drafter, reason: str) -> None:
+def _halt(sequence: Sequence, drafter: Drafter, reason: str) -> None:
     """The drafter gives this sequence up: say so once, free what it holds."""
-    sequence = draft.sequence
     sequence.stats.halts[drafter.name] = reason
-    draft.halts.append((drafter.name, reason))
     log.warning("drafter %s stops for request %s: %s", drafter.name, sequence.request.id, reason)
     if drafter.name in sequence.drafter_states:
         _close(drafter, sequence.drafter_states.pop(drafter.name))

@@ -19,7 +19,7 @@ from typing import Protocol
 from drafters.base import Drafter
 from engine.admission import Limits, check_request, choose_schedule
 from engine.commit import Block, commit, count_step
-from engine.draft import close_drafters, grow_trees
+from engine.draft import close_drafters, grow_trees, show_hidden
 from engine.noise import TargetNoise
 from engine.request import (
     Delta,
@@ -107,6 +107,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- any thread -------------------------------------------------------------------------------------------------
+
+    @property
+    def drafters(self) -> Mapping[str, Drafter]:
+        """The drafters themselves, to be measured; the engine thread's alone while it runs."""
+        return self._drafters
 
     @property
     def max_num_seqs(self) -> int:
@@ -246,11 +251,13 @@ class Engine:
         prefills, decoding = self._split()
         drafts = grow_trees(decoding, self._drafters, stop_tokens=self.stop_tokens, vocab_size=self.vocab_size)
         start = time.perf_counter()
-        scored = score(self.target, prefills, drafts)
+        fed, scored = score(self.target, prefills, drafts)
         share = (time.perf_counter() - start) / max(len(prefills) + len(drafts), 1)
         steps = [StepStats(s.schedule.name, num_prompt_tokens=n, verify_s=share) for s, n in prefills]
-        for (sequence, _), step in zip(prefills, steps, strict=True):
-            add_to_request(sequence.stats, step)
+        for part, step in zip(fed, steps, strict=True):
+            rows = range(step.num_prompt_tokens)
+            step.halts = tuple(show_hidden(part.sequence, self._drafters, part.start, part.hidden, rows))
+            add_to_request(part.sequence.stats, step)
         blocks: list[tuple[Sequence, Block]] = []
         for item in scored:
             block = self._settle(item, share, steps)

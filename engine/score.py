@@ -22,10 +22,22 @@ class Scored:
     nodes: list[int]  # verified, root first
     rows: list[int]  # cache rows of the pending text, then of `nodes` but the root; emptied by whoever takes them over
     logits: torch.Tensor  # [len(nodes), vocab]
+    hidden: dict[int, torch.Tensor]  # captured layer -> [len(rows), hidden]
     is_sound: bool  # False: NaN or infinite logits, off which nothing can be read
 
 
-def score(target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[Draft]) -> list[Scored]:
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """Prompt tokens of one sequence that the target has been fed."""
+
+    sequence: Sequence
+    start: int  # the first of them
+    hidden: dict[int, torch.Tensor]  # captured layer -> [n, hidden]
+
+
+def score(
+    target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[Draft]
+) -> tuple[list[Prefilled], list[Scored]]:
     """Feed `count` prompt tokens of each prefilling sequence, and the root and verify set of each drafted one.
 
     Prefill rows join their sequence at once, since prompt tokens need no verification. Rows of trees are in the result,
@@ -49,13 +61,16 @@ def score(target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[D
         for rows in taken:
             target.pool.release(rows)
         raise
-    for (sequence, _), rows in zip(prefills, taken, strict=False):
+    fed = []
+    for index, ((sequence, _), rows) in enumerate(zip(prefills, taken, strict=False)):
+        fed.append(Prefilled(sequence, len(sequence.rows), scores.hidden_of(index, len(rows))))
         sequence.rows.extend(rows)
     results = []
     for index, (draft, nodes) in enumerate(zip(drafts, chosen, strict=True), start=len(prefills)):
         is_sound = all(sound[scores.offsets[index] : scores.offsets[index + 1]])
-        results.append(Scored(draft, nodes, taken[index], scores.of(index), is_sound))
-    return results
+        hidden = scores.hidden_of(index, len(taken[index]))
+        results.append(Scored(draft, nodes, taken[index], scores.of(index), hidden, is_sound))
+    return fed, results
 
 
 def _segment(sequence: Sequence, growth: Growth, nodes: list[int], rows: list[int]) -> Segment:

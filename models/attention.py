@@ -151,8 +151,14 @@ def ragged_attention(
     for name in _UNSERVED:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for `{name}`, which tree attention does not serve")
-    plan = ragged_plan
-    slot = plan.slots[module.layer_idx]  # type: ignore[index]
+    slot = ragged_plan.slots[module.layer_idx]  # type: ignore[index]
+    return attend(ragged_plan, slot, query, key, value, scaling).transpose(1, 2), None
+
+
+def attend(
+    plan: Plan, slot: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None = None
+) -> torch.Tensor:
+    """Write keys and values to layer `slot` of the pool, and attend; shapes as above, but heads before tokens in the result."""
     keys, values = plan.pool.keys[slot], plan.pool.values[slot]
     keys.index_copy_(0, plan.write_rows, key[0].transpose(0, 1))
     values.index_copy_(0, plan.write_rows, value[0].transpose(0, 1))
@@ -169,8 +175,7 @@ def ragged_attention(
                 enable_gqa=shared_heads,
             )
         )
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
-    return output.transpose(1, 2), None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
 AttentionInterface.register(NAME, ragged_attention)

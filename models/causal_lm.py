@@ -34,6 +34,11 @@ class Scores:
         """Logits of segment `index`, a view `[num_wanted_of_it, vocab]`."""
         return self.logits[self.offsets[index] : self.offsets[index + 1]]
 
+    def hidden_of(self, index: int, count: int) -> dict[int, torch.Tensor]:
+        """Captured hidden states of segment `index`, which had `count` tokens: views `[count, hidden]` by layer."""
+        start = self.starts[index]
+        return {layer: rows[start : start + count] for layer, rows in self.hidden.items()}
+
 
 class CausalLM:
     """A loaded model (see `models.loading`) with `num_rows` cache rows.

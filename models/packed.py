@@ -51,6 +51,24 @@ class PackedLinear(nn.Module):
         return output
 
 
+class BFloatLinear(nn.Module):
+    """A linear layer multiplied in bfloat16 by oneDNN, float32 outside, `[..., in] -> [..., out]`.
+
+    On processors with bfloat16 instructions twice as fast as the others for many rows, and too coarse for serving.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if bias is None else bias.detach().bfloat16()
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().bfloat16(), _ROWS_PACKED_FOR)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's output, float32."""
+        output = torch.ops.mkldnn._linear_pointwise(x.bfloat16(), self._packed, self._bias, "none", [], "")
+        return output.float()  # type: ignore[no-any-return]
+
+
 class GatedMLP(nn.Module):
     """`down(act(gate(x)) * up(x))` with gate and up packed as one matrix."""
 
@@ -62,6 +80,9 @@ class GatedMLP(nn.Module):
         """`[..., hidden] -> [..., hidden]`."""
         gate, up = self.joined(x).chunk(2, dim=-1)
         return self.down(self.act(gate) * up)
+
+
+PackedKind = type[HalfLinear] | type[PackedLinear] | type[BFloatLinear]
 
 
 class FusedRMSNorm(nn.Module):
@@ -108,12 +129,12 @@ def fuse_norms(model: nn.Module) -> int:
     return _swap(model, _fused_norm)
 
 
-def pack_linears(model: nn.Module, kind: type[HalfLinear] | type[PackedLinear] = HalfLinear) -> int:
+def pack_linears(model: nn.Module, kind: PackedKind = HalfLinear) -> int:
     """Swap every linear layer (and gated MLPs as a whole) for packed ones; returns how many modules were swapped.
 
     The rounding of a half has about three digits, that of a single seven: how far a packed MLP may be off its original.
     """
-    tolerance = 2e-2 if kind is HalfLinear else 1e-4
+    tolerance = {HalfLinear: 2e-2, PackedLinear: 1e-4, BFloatLinear: 5e-2}[kind]
 
     def packed_mlp(module: nn.Module) -> nn.Module | None:
         return _packed_mlp(module, kind, tolerance)
@@ -140,9 +161,7 @@ def _swap(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> in
     return sum(replacement is not None for replacement in made.values())
 
 
-def _packed_mlp(
-    module: nn.Module, kind: type[HalfLinear] | type[PackedLinear], tolerance: float
-) -> nn.Module | None:
+def _packed_mlp(module: nn.Module, kind: PackedKind, tolerance: float) -> nn.Module | None:
     parts = dict(module.named_children())
     if set(parts) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return None

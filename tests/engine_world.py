@@ -13,12 +13,15 @@ from transformers import PreTrainedModel
 
 from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
+from drafters.draft_head import HeadDrafter
 from drafters.ngram import NgramDrafter
 from engine.admission import Limits
 from engine.engine import Engine
 from engine.request import Delta, FinishReason, Request, RequestStats
 from models import toy
 from models.causal_lm import CausalLM
+from models.draft_head import DraftHead
+from models.head_lm import HeadLM
 from models.sampling import SamplingParams
 from scheduler.registry import build_schedules
 from scheduler.schedule import Action, Always, Schedule
@@ -68,14 +71,17 @@ class Pending:
 
 
 class World:
-    """An engine over `target`, with a small and a medium drafter made of the models given; use as a context manager."""
+    """An engine over `target`, with a small and a medium drafter made of the models or heads given; a context manager.
+
+    The target captures the layers that heads, and drafters given ready-made, listen to.
+    """
 
     def __init__(
         self,
         target: PreTrainedModel,
         *,
-        small: PreTrainedModel | Drafter | None = None,
-        medium: PreTrainedModel | Drafter | None = None,
+        small: PreTrainedModel | DraftHead | Drafter | None = None,
+        medium: PreTrainedModel | DraftHead | Drafter | None = None,
         limits: Limits | None = None,
         num_rows: int = 6000,
         stop_tokens: Iterable[int] = (),
@@ -85,11 +91,15 @@ class World:
         schedules: Sequence[Schedule] = (),
     ) -> None:
         self.tokenizer = toy.byte_tokenizer()
-        self.lm = CausalLM(_own(target), num_rows=num_rows)
+        heard = {layer for model in (small, medium) for layer in _listens_to(model)}
+        self.lm = CausalLM(_own(target), num_rows=num_rows, capture=sorted(heard))
         self.drafters: dict[str, Drafter] = {"ngram": NgramDrafter()}
         for role, model in (("small", small), ("medium", medium)):
             if isinstance(model, PreTrainedModel):
                 self.drafters[role] = CausalLMDrafter(role, CausalLM(_own(model), num_rows=num_rows))
+            elif isinstance(model, DraftHead):
+                embedding = self.lm.model.get_input_embeddings().weight.detach()
+                self.drafters[role] = HeadDrafter(role, HeadLM(model, embedding, num_rows=num_rows))
             elif model is not None:
                 self.drafters[role] = model
         known = build_schedules(
@@ -123,7 +133,8 @@ class World:
 
     def check_books(self) -> None:
         """Every row of every model is free again, and the pools' own books agree."""
-        for lm in [self.lm, *(d.lm for d in self.drafters.values() if isinstance(d, CausalLMDrafter))]:
+        drafters = [d for d in self.drafters.values() if isinstance(d, CausalLMDrafter | HeadDrafter)]
+        for lm in [self.lm, *(drafter.lm for drafter in drafters)]:
             assert lm.pool.num_used == 0, f"{lm.pool.num_used} rows were never given back"
             lm.pool.check()
 
@@ -173,6 +184,12 @@ def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], count: int, 
         use_cache=True,
     )
     return [int(token) for token in output[0, len(prompt) :]]
+
+
+def _listens_to(model: PreTrainedModel | DraftHead | Drafter | None) -> tuple[int, ...]:
+    if isinstance(model, DraftHead):
+        return model.config.target_layers
+    return () if model is None or isinstance(model, PreTrainedModel) else model.layers
 
 
 def _own(model: PreTrainedModel) -> PreTrainedModel:

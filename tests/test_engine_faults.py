@@ -28,12 +28,15 @@ class Flaky:
 
     name = "medium"
     runs_model = True
+    layers: tuple[int, ...] = ()
 
     def __init__(self, fail_at: int) -> None:
         self.calls, self.fail_at, self.closed = 0, fail_at, 0
 
     def open(self) -> object:
         return object()
+
+    def observe(self, state: object, start: int, hidden: torch.Tensor) -> None: ...
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
         self.calls += 1

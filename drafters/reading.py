@@ -1,0 +1,88 @@
+"""From rows of log-probabilities to the answer that a tree policy asked for; the same for every drafter that runs a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from drafters.base import Halt
+from tree.growth import Answer, Ask, Candidates
+from tree.tree import TokenTree
+
+
+def missing_nodes(tree: TokenTree, ask: Ask, name: str, known: Mapping[int, object]) -> list[int]:
+    """Nodes that drafter `name` has to look at before it can answer, ascending, ancestors included.
+
+    Those asked about; the whole tree if it is to be rescored. `known` holds what it has looked at already.
+    """
+    if ask.rescore:
+        # A leaf's row only serves to expand it; every node that has children, or is asked about, is needed.
+        parents = {tree.parent[node] for node in range(1, len(tree)) if tree.scorer[node] != name}
+        targets = parents.union(ask.nodes)
+    else:
+        targets = set(ask.nodes)
+    missing: set[int] = set()
+    for node in targets:
+        while node > 0 and node not in known and node not in missing:
+            missing.add(node)
+            node = tree.parent[node]
+    return sorted(missing)
+
+
+def read_answer(
+    tree: TokenTree,
+    ask: Ask,
+    name: str,
+    log_probs: Mapping[int, torch.Tensor],
+    *,
+    ids: Sequence[int] | None = None,
+    draft_ids: Mapping[int, int] | None = None,
+) -> Answer | Halt:
+    """Candidates of the asked nodes and, on request, the drafter's scores of nodes that others scored.
+
+    Args:
+        log_probs: node -> `[vocab]` row on the device, for every asked node.
+        ids: the target's id of every entry of a row, for a drafter with a vocabulary of its own; None: they are the same.
+        draft_ids: the way back.
+    """
+    rows = torch.stack([log_probs[node] for node in ask.nodes])
+    best = rows.topk(min(ask.width, rows.shape[1]), dim=-1)
+    edges = _edges_to_score(ask, tree, log_probs, name)
+    size = rows.shape[1]
+    values = [best.values.flatten()]
+    columns = [_column(tree.token[node], size, draft_ids) for node in edges]
+    if edges:
+        parents = torch.stack([log_probs[tree.parent[node]] for node in edges])
+        index = torch.tensor([[max(column, 0)] for column in columns], device=parents.device)
+        values.append(parents.gather(1, index).flatten())
+    width = best.values.shape[1]
+    flat, found = torch.cat(values).tolist(), best.indices.tolist()
+    if any(math.isnan(value) for value in flat):
+        return Halt("nan")
+    candidates = {}
+    for row, node in enumerate(ask.nodes):
+        tokens = found[row] if ids is None else [ids[column] for column in found[row]]
+        candidates[node] = _candidates(tokens, flat[row * width : (row + 1) * width])
+    scored = zip(edges, columns, flat[len(ask.nodes) * width :], strict=True)
+    # A token that the drafter has no entry for gets no probability from it.
+    return Answer(candidates, {node: lp if column >= 0 else -math.inf for node, column, lp in scored})
+
+
+def _column(token: int, size: int, draft_ids: Mapping[int, int] | None) -> int:
+    if draft_ids is not None:
+        return draft_ids.get(token, -1)
+    return token if token < size else -1
+
+
+def _edges_to_score(ask: Ask, tree: TokenTree, log_probs: Mapping[int, torch.Tensor], name: str) -> list[int]:
+    if not ask.rescore:
+        return []
+    return [v for v in range(1, len(tree)) if tree.scorer[v] != name and tree.parent[v] in log_probs]
+
+
+def _candidates(ids: Sequence[int], lps: Sequence[float]) -> Candidates:
+    """Finite candidates, log-probability descending and token id ascending."""
+    pairs = sorted((-lp, token) for token, lp in zip(ids, lps, strict=True) if math.isfinite(lp))
+    return Candidates(tuple(token for _, token in pairs), tuple(min(-negative, 0.0) for negative, _ in pairs))
