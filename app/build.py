@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,23 +13,22 @@ from typing import Any
 import psutil
 import torch
 
+from app import drafting
 from app.config import Settings
+from app.drafting import NGRAM, LoadedDrafter, is_truncated, lm_row_bytes, vocab_size
 from app.serving import LoadedEngine
 from drafters.base import Drafter
-from drafters.causal_lm import CausalLMDrafter
 from drafters.ngram import NgramDrafter
 from drafters.vocab import check_same_vocab
 from engine.admission import Limits
 from engine.engine import Engine
 from engine.text import byte_fallback_ids
-from models.causal_lm import CausalLM, decoder_layers
+from models.causal_lm import CausalLM
 from models.loading import Placement, choose_placement, load_model, load_tokenizer, prepare
 from models.refusal import check_attention
 from models.threads import no_helpers
-from models.truncated import truncate
 from scheduler.registry import build_schedules, check_budget
 
-NGRAM, TRUNCATED = "ngram", "truncated"
 _MAX_BUDGET = 511  # nodes per tree, root included; what a working tree holds at most
 _MEMORY_SHARE = 0.4  # of the memory that is free, for the rows of all models together
 
@@ -53,34 +51,34 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
     source = settings.target
     progress(f"loading {_model_id(source)} ({placement.device.type}, {placement.weights})")
     tokenizer = load_tokenizer(source)
-    target_model = prepare(load_model(source, placement), placement)
-    target_size = _vocab_size(target_model)
+    target_model = load_model(source, placement)
+    target_size = vocab_size(target_model)
     num_tokens = check_same_vocab(tokenizer, tokenizer, target_size, target_size).num_tokens
 
-    drafter_models = {}
-    for role in ("small", "medium"):
-        name = getattr(settings, role)
-        if name not in (None, NGRAM) and not _is_truncated(name):
-            progress(f"loading the {role} drafter {name}")
-            model = prepare(load_model(name, placement), placement)
-            check_same_vocab(tokenizer, load_tokenizer(name), target_size, _vocab_size(model))
-            drafter_models[role] = model
+    asked = {role: drafting.resolve(getattr(settings, role), role, source) for role in ("small", "medium")}
+    names = {role: name for role, name in asked.items() if name is not None}
+    loaded: dict[str, LoadedDrafter | None] = {}
+    for role, name in names.items():
+        progress(f"{role} drafter: {name}")
+        loaded[role] = drafting.load(name, role, target_model, tokenizer, placement)
+    prepare(target_model, placement)
 
     limits = Limits(settings.max_num_seqs, settings.max_waiting, settings.prefill_chunk, settings.stall_s)
     budget = settings.budget or default_budget(placement)
     check_budget(budget, _MAX_BUDGET)
-    num_rows = settings.kv_rows or _fitting_rows(settings, target_model, drafter_models, budget, placement)
+    num_rows = settings.kv_rows or _fitting_rows(settings, names, target_model, loaded, budget, placement)
     max_model_len = min(settings.max_model_len or num_rows, num_rows - budget)
     if max_model_len < 2:
         raise ValueError(f"kv_rows = {num_rows} has no room for a text beside a tree of budget = {budget} nodes")
-    target = CausalLM(target_model, num_rows=num_rows, num_tokens=num_tokens)
+    wanted = sorted({layer for drafter in loaded.values() if drafter is not None for layer in drafter.layers})
+    target = CausalLM(target_model, num_rows=num_rows, num_tokens=num_tokens, capture=wanted)
     check_attention(target, settings.target)
 
     drafters: dict[str, Drafter] = {NGRAM: NgramDrafter()}
-    for role in ("small", "medium"):
-        lm = _drafter_lm(getattr(settings, role), role, drafter_models, target, num_rows, num_tokens)
-        if lm is not None:
-            drafters[role] = CausalLMDrafter(role, lm)
+    for role, name in names.items():
+        drafter = drafting.make(role, name, loaded[role], target, placement, num_rows)
+        if drafter is not None:
+            drafters[role] = drafter
     schedules = build_schedules(
         small="small" if "small" in drafters else NGRAM,
         medium="medium" if "medium" in drafters else None,
@@ -122,52 +120,24 @@ def _worth_a_row(placement: Placement) -> float:
 
 def _default_schedule(settings: Settings, drafters: dict[str, Drafter]) -> str:
     """Both drafters on one tree where the medium one was trained for it; a truncated stand-in does not earn its price."""
-    trained = "medium" in drafters and not _is_truncated(settings.medium)
+    trained = "medium" in drafters and not is_truncated(settings.medium)
     return "treegraft" if trained else "small"
 
 
-def _is_truncated(name: str | None) -> bool:
-    return name is not None and (name == TRUNCATED or name.startswith(f"{TRUNCATED}:"))
-
-
-def _drafter_lm(
-    name: str | None, role: str, models: dict[str, Any], target: CausalLM, num_rows: int, num_tokens: int
-) -> CausalLM | None:
-    """The model of a drafter; None for a role that has no model of its own."""
-    if role in models:
-        lm = CausalLM(models[role], num_rows=num_rows, num_tokens=num_tokens)
-        check_attention(lm, f"{role} drafter {name}")
-        return lm
-    if not _is_truncated(name):
-        return None
-    first, last = _layers(str(name), role, len(decoder_layers(target.model)))
-    return truncate(target, first, last, num_rows=num_rows)
-
-
-def _layers(name: str, role: str, num_layers: int) -> tuple[int, int]:
-    """Layers of "truncated" (the first half and the last third) or of "truncated:FIRST+LAST"."""
-    if name == TRUNCATED:
-        return max(num_layers // 2, 1), num_layers // 3
-    match = re.fullmatch(rf"{TRUNCATED}:(\d+)\+(\d+)", name)
-    if match is None:
-        raise ValueError(f"{role} = {name!r}: expected {TRUNCATED!r} or '{TRUNCATED}:FIRST+LAST', e.g. {TRUNCATED}:8+2")
-    return int(match[1]), int(match[2])
-
-
-def _vocab_size(model: Any) -> int:
-    """Rows of the embedding, padding included."""
-    return int(model.config.get_text_config().vocab_size)
-
-
 def _fitting_rows(
-    settings: Settings, target: Any, drafter_models: dict[str, Any], budget: int, placement: Placement
+    settings: Settings,
+    names: dict[str, str],
+    target: Any,
+    loaded: dict[str, LoadedDrafter | None],
+    budget: int,
+    placement: Placement,
 ) -> int:
     """Rows for the longest text of every sequence, or as many as fit into a share of the free memory."""
-    configs = [model.config.get_text_config() for model in (target, *drafter_models.values())]
+    config, size = target.config.get_text_config(), next(target.parameters()).element_size()
     # A truncated drafter has at most as many layers as the target.
-    configs += [configs[0]] * sum(_is_truncated(name) for name in (settings.small, settings.medium))
-    row_bytes = sum(_row_bytes(config, next(target.parameters()).element_size()) for config in configs)
-    longest = min(settings.max_model_len or configs[0].max_position_embeddings, configs[0].max_position_embeddings)
+    row_bytes = lm_row_bytes(config, size) * (1 + sum(map(is_truncated, names.values())))
+    row_bytes += sum(drafter.row_bytes(size) for drafter in loaded.values() if drafter is not None)
+    longest = min(settings.max_model_len or config.max_position_embeddings, config.max_position_embeddings)
     wanted = settings.max_num_seqs * (longest + budget)
     fitting = int(_free_bytes(placement.device) * _MEMORY_SHARE / row_bytes)
     if fitting < longest + budget:
@@ -176,13 +146,6 @@ def _fitting_rows(
             f"cache rows, {_MEMORY_SHARE:.0%} of the free memory is less; set a smaller max_model_len or set kv_rows"
         )
     return min(wanted, fitting)
-
-
-def _row_bytes(config: Any, element_size: int) -> int:
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return int(2 * config.num_hidden_layers * kv_heads * head_dim * element_size)
 
 
 def _free_bytes(device: torch.device) -> int:

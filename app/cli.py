@@ -15,7 +15,7 @@ from pathlib import Path
 
 import typer
 
-PACKAGES = ("app", "drafters", "engine", "models", "scheduler", "tree", "verify")
+PACKAGES = ("app", "distill", "drafters", "engine", "models", "scheduler", "tree", "verify")
 
 
 def main() -> None:
@@ -49,8 +49,8 @@ def intruder() -> str | None:
 
 
 def application() -> typer.Typer:
-    """The command line as an object: one command per module of ``app.commands``."""
-    from app.commands import COMMANDS
+    """The command line as an object: one command, or one group of them, per module of ``app.commands``."""
+    from app.commands import COMMANDS, GROUPS
 
     cli = typer.Typer(
         name="graftserve",
@@ -61,4 +61,6 @@ def application() -> typer.Typer:
     )
     for name, command in COMMANDS.items():
         cli.command(name)(command)
+    for name, group in GROUPS.items():
+        cli.add_typer(group, name=name)
     return cli

@@ -30,11 +30,12 @@ class Settings(BaseSettings):
         default=EMBEDDED, min_length=1, description="Target model: 'embedded', a folder or a hub id."
     )
     small: str | None = Field(
-        default="ngram", description="Small drafter: 'ngram', a folder, a hub id, or 'truncated:FIRST+LAST' layers."
+        default="auto",
+        description="Small drafter: 'auto', 'ngram', 'pretrained', a folder, a hub id, or 'truncated:FIRST+LAST' layers.",
     )
     medium: str | None = Field(
-        default="truncated",
-        description="Medium drafter: a folder, a hub id, or 'truncated[:FIRST+LAST]' layers of the target; none: no drafter.",
+        default="auto",
+        description="Medium drafter: as the small one, and 'truncated'; none: no drafter.",
     )
     plan: str = Field(
         default="MSM", pattern=r"^[SM]+\.*$", description="Who drafts at each step of 'treegraft': a word of S and M."

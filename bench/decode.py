@@ -27,9 +27,9 @@ from app.commands.serve import say
 from app.config import Settings
 from app.errors import RequestFailed
 from app.local import Question, ask_all, running
+from app.measure import finish, show, spread
 from app.prompt_sets import encode, read_prompts
 from app.proof import Difference, Judge, Outcome
-from bench.report import finish, show, spread
 from engine.request import DrafterCount, RequestError, RequestStats
 from models.loading import choose_placement
 from models.reference import PlainModel

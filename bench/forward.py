@@ -28,8 +28,8 @@ from transformers.utils.logging import disable_progress_bar
 from app.commands.options import describe, fail, takes_settings
 from app.commands.serve import say
 from app.config import Settings
+from app.measure import Spread, finish, show, spread
 from app.target import with_local_target
-from bench.report import Spread, finish, show, spread
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
 from models.kv_cache import RowList

@@ -106,6 +106,7 @@ def test_a_port_in_use_is_known_before_the_models_load() -> None:
 def test_only_the_embedded_name_is_replaced_by_a_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A target that was named must never be exchanged for the default."""
     monkeypatch.setattr("app.target.embedded_target", lambda progress: tmp_path)
-    named = Settings(target="some/model")
-    assert with_local_target(named, print) is named
-    assert with_local_target(Settings(target=EMBEDDED), print) == Settings(target=str(tmp_path))
+    named = Settings(target="some/model", small="ngram", medium=None)
+    assert with_local_target(named, print) == named
+    embedded = named.model_copy(update={"target": EMBEDDED})
+    assert with_local_target(embedded, print) == named.model_copy(update={"target": str(tmp_path)})

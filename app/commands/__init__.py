@@ -2,7 +2,11 @@
 
 from collections.abc import Callable
 
+import typer
+
+from app.commands.bench import bench
 from app.commands.config import config
+from app.commands.distill import distill
 from app.commands.generate import generate
 from app.commands.prove import prove
 from app.commands.serve import serve
@@ -12,6 +16,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "generate": generate,
     "prove": prove,
+    "distill": distill,
     "config": config,
     "version": version,
 }
+
+GROUPS: dict[str, typer.Typer] = {"bench": bench}

@@ -1,21 +1,26 @@
-"""What the benches share: medians with their spread, tables, and the one JSON line that ends a run."""
+"""What everything that measures shares: taking turns, medians with their spread, tables, and the JSON line that ends a run."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from app.machine import machine
 from models.loading import Placement
+
+WARM_UP = 3  # rounds that are thrown away
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,28 @@ def spread(samples: Sequence[float]) -> Spread:
     return Spread(middle, low, high)
 
 
+@dataclass(slots=True)
+class Timed:
+    """One thing to time, and its samples."""
+
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None  # before each run, not timed
+    seconds: list[float] = field(default_factory=list)
+
+
+def take_turns(things: Sequence[Timed], rounds: int, device: torch.device) -> None:
+    """Fill in `seconds`; a round visits every thing once, every other round in reverse order, so that drift hits all alike."""
+    for number in range(WARM_UP + rounds):
+        for thing in things if number % 2 else reversed(things):
+            thing.prepare()
+            _wait(device)
+            start = time.perf_counter()
+            thing.run()
+            _wait(device)
+            if number >= WARM_UP:
+                thing.seconds.append(time.perf_counter() - start)
+
+
 def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; the first column is to the left."""
     table = Table(title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
@@ -54,4 +81,9 @@ def finish(bench: str, placement: Placement, result: dict[str, Any], json_file: 
     line = json.dumps({"bench": bench, "machine": machine(placement), **result}, ensure_ascii=False)
     if json_file is not None:
         json_file.write_text(line + "\n", "utf-8")
-    print(line)
+    typer.echo(line)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Making drafters for a target: data that the target writes itself, students, and their training."""

@@ -1,0 +1,152 @@
+"""One run of `graftserve distill`, from a target to a folder with a drafter in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from distill.batches import Texts
+from distill.beginnings import begin_head, begin_lm, feature_layers, spread_layers
+from distill.card import model_card
+from distill.curves import draw_curves
+from distill.data import DataPlan, count_tokens, write_data
+from distill.students import HeadStudent, LMStudent
+from distill.train import Progress, TrainPlan, read_log, train
+from drafters.vocab import tokenizer_hash
+from models.draft_files import DrafterInfo, save_drafter
+
+Show = Callable[[str, int, int, str], None]
+"""(stage, done, total, remark): called whenever there is something to show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What `graftserve distill` was asked for; see its help for each value."""
+
+    family: Literal["head", "lm"]
+    num_layers: int
+    data_tokens: int = 1_000_000
+    tokens: int = 4_000_000
+    minutes: float | None = None
+    vocab: int = 8192
+    depths: int = 3
+    learning_rate: float = 2e-3
+    regression: float = 0.0
+    length: int = 512
+    texts: int = 64
+    held_out: int = 32
+    seed: int = 0
+
+
+def make_drafter(
+    load: Callable[[], nn.Module],
+    tokenizer: Any,
+    name: str,
+    recipe: Recipe,
+    out: Path,
+    data: Path,
+    extra_text: str,
+    show: Show,
+) -> str:
+    """Write what data is missing, train, and store the drafter in `out`. Returns a line about what was made.
+
+    `load` gives a fresh copy of the target in float32. ValueError for what the user can mend.
+    """
+    target = load()
+    config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
+    layers = feature_layers(config.num_hidden_layers)
+    identity = tokenizer_hash(tokenizer)
+    extra = tokenizer.encode(extra_text, add_special_tokens=False) if extra_text else []
+    _write(load, tokenizer, recipe, data, layers, identity, extra, show)
+
+    texts = Texts(data, held_out=recipe.held_out, seed=recipe.seed)
+    device = next(target.parameters()).device
+    student, ids = _student(target, texts, recipe, layers)
+    num_parameters = sum(p.numel() for p in student.parameters() if p.requires_grad)
+    plan = TrainPlan(
+        tokens=recipe.tokens, learning_rate=recipe.learning_rate, regression=recipe.regression, seed=recipe.seed
+    )
+    del target
+
+    def report(progress: Progress) -> None:
+        hits = " ".join(f"{value:.3f}" for value in progress.agreement)
+        show("training", progress.tokens, plan.tokens, f"loss {progress.loss:.2f}, agreement {hits}")
+
+    def is_over(progress: Progress) -> bool:
+        return recipe.minutes is not None and progress.seconds >= recipe.minutes * 60
+
+    progress = train(student.to(device), texts, plan, out, report, until=is_over)
+    module = student.head if isinstance(student, HeadStudent) else student.model
+    info = DrafterInfo(
+        family=recipe.family,
+        target=name,
+        tokenizer_hash=identity,
+        num_layers=recipe.num_layers,
+        training={
+            "draft_vocab": len(ids),
+            "parameters": num_parameters,
+            "data_tokens": count_tokens(data) - len(extra),
+            "extra_tokens": len(extra),
+            "tokens": progress.tokens,
+            "steps": progress.step,
+            "agreement": [round(value, 4) for value in progress.agreement],
+        },
+        head=student.head.config if isinstance(student, HeadStudent) else None,
+    )
+    save_drafter(out, info, module, ids)
+    log = read_log(out)
+    (out / "README.md").write_text(model_card(info, log))
+    draw_curves(log, out / "curves.svg", f"{recipe.family}:{recipe.num_layers} for {name}")
+    state = "done" if progress.tokens >= plan.tokens else "not finished; the same command goes on"
+    hits = " / ".join(f"{value:.3f}" for value in progress.agreement)
+    return f"{out}: {progress.tokens:,} of {plan.tokens:,} tokens ({state}); agreement by depth {hits}"
+
+
+def _write(
+    load: Callable[[], nn.Module],
+    tokenizer: Any,
+    recipe: Recipe,
+    data: Path,
+    layers: tuple[int, ...],
+    identity: str,
+    extra: list[int],
+    show: Show,
+) -> None:
+    """Complete the data folder. The target that writes is packed for it and cannot be trained from, so it is its own copy."""
+    done = 0
+
+    def report(count: int) -> None:
+        nonlocal done
+        done += count
+        show("writing data", min(done, recipe.data_tokens), recipe.data_tokens, f"{done:,} tokens")
+
+    model = load()
+    stops: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    write_data(
+        model,
+        tokenizer,
+        data,
+        DataPlan(recipe.data_tokens, recipe.length, recipe.texts, recipe.seed),
+        layers=layers,
+        stops=frozenset(stops if isinstance(stops, list) else [] if stops is None else [stops]),
+        tokenizer_hash=identity,
+        extra_text=extra,
+        report=report,
+    )
+
+
+def _student(
+    target: nn.Module, texts: Texts, recipe: Recipe, layers: tuple[int, ...]
+) -> tuple[HeadStudent | LMStudent, torch.Tensor]:
+    ids = texts.frequent_ids(recipe.vocab)
+    if recipe.family == "lm":
+        count = target.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+        return LMStudent(begin_lm(target, ids, spread_layers(count, recipe.num_layers)), ids), ids
+    head = begin_head(target, ids, layers, num_layers=recipe.num_layers, seed=recipe.seed)
+    embedding = target.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
+    return HeadStudent(head, embedding, depths=recipe.depths), ids
