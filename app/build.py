@@ -76,7 +76,9 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
 
     drafters: dict[str, Drafter] = {NGRAM: NgramDrafter()}
     for role, name in names.items():
-        drafter = drafting.make(role, name, loaded[role], target, placement, num_rows)
+        drafter = drafting.make(
+            role, name, loaded[role], target, placement, num_rows=num_rows, max_num_seqs=settings.max_num_seqs
+        )
         if drafter is not None:
             drafters[role] = drafter
     schedules = build_schedules(

@@ -22,6 +22,7 @@ from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.draft_head import HeadDrafter
 from drafters.eagle3 import check_eagle3
+from drafters.tail import TailDrafter
 from drafters.vocab import check_same_vocab, tokenizer_hash
 from models.causal_lm import CausalLM, decoder_layers
 from models.draft_files import is_drafter_folder, load_drafter
@@ -31,9 +32,11 @@ from models.eagle3_config import is_eagle3
 from models.head_lm import HeadLM
 from models.loading import Placement, load_model, load_tokenizer, prepare
 from models.refusal import check_attention
+from models.tail_lm import TailLM
 from models.truncated import truncate
 
 AUTO, NGRAM, TRUNCATED, PRETRAINED = "auto", "ngram", "truncated", "pretrained"
+_TAIL_ROWS = 512  # per sequence: as many as a working tree has nodes
 _SHIPPED = Path(__file__).resolve().parent.parent / "drafters" / "pretrained"
 
 
@@ -54,6 +57,8 @@ class LoadedDrafter:
     def row_bytes(self, element_size: int) -> int:
         """Bytes of one row of its cache."""
         config: Any = self.module.config
+        if isinstance(self.module, DraftHead) and self.module.config.context == "target":
+            return 0  # none for the text, see _TAIL_ROWS
         if isinstance(self.module, DraftHead):
             return 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_size
         return lm_row_bytes(config.get_text_config(), element_size)
@@ -88,9 +93,16 @@ def load(name: str, role: str, target: nn.Module, tokenizer: Any, placement: Pla
 
 
 def make(
-    role: str, name: str, loaded: LoadedDrafter | None, target: CausalLM, placement: Placement, num_rows: int
+    role: str,
+    name: str,
+    loaded: LoadedDrafter | None,
+    target: CausalLM,
+    placement: Placement,
+    *,
+    num_rows: int,
+    max_num_seqs: int,
 ) -> Drafter | None:
-    """The drafter of a role; None for prompt lookup, which is there anyway."""
+    """The drafter of a role, with `num_rows` cache rows if it keeps any; None for prompt lookup, which is there anyway."""
     if loaded is None:
         if not is_truncated(name):
             return None
@@ -100,6 +112,9 @@ def make(
         embedding = target.model.get_input_embeddings().weight.detach()  # type: ignore[operator]
         if loaded.eagle3 is not None:
             return HeadDrafter(role, place_eagle3(loaded.eagle3, embedding, placement, num_rows=num_rows))
+        if loaded.module.config.context == "target":
+            rows = _TAIL_ROWS * max_num_seqs
+            return TailDrafter(role, TailLM(loaded.module, embedding, target.pool, num_rows=rows))
         return HeadDrafter(role, HeadLM(loaded.module, embedding, num_rows=num_rows))
     num_tokens = None if loaded.ids is not None else target.num_tokens
     lm = CausalLM(loaded.module, num_rows=num_rows, num_tokens=num_tokens)

@@ -47,6 +47,11 @@ class Texts:
         # The first shard's: they stay held out when more data is written later.
         self.held_out, self.training = every[:held_out], every[held_out:]
         self._seed = seed
+        self._layers: list[int] | None = None
+
+    def use_layers(self, chosen: Sequence[int]) -> None:
+        """Give only these of the recorded layers' hidden states out, by their place in the record."""
+        self._layers = list(chosen)
 
     def batch(self, where: Sequence[tuple[int, int]]) -> Batch:
         """The texts at `where`, (shard, row) pairs."""
@@ -61,7 +66,7 @@ class Texts:
             is_answer=take("kinds") == Kind.ANSWER,
             top_ids=take("top_ids").long(),
             top_lps=take("top_lps"),
-            features=take("features"),
+            features=take("features") if self._layers is None else take("features")[:, :, self._layers],
             final=take("final"),
         )
 

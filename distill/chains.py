@@ -23,6 +23,22 @@ class ChainAttention:
         """`starts` int64 `[texts, n]`: where the chains began, the same at every drafted step; None: step 0."""
         self._starts = starts
 
+    def look_at(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Take `[texts, kv_heads, length, dim]` as a layer's true entries, instead of a step 0."""
+        self._true[layer] = (keys, values)
+
+    def keep(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Go on with the `chosen` chains only, int64 `[texts, k]`; returns where they began."""
+        assert self._starts is not None, "no chains yet"
+
+        def pick(x: torch.Tensor) -> torch.Tensor:
+            index = chosen[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+            return x.gather(2, index)
+
+        self._drafted = [[(pick(key), pick(value)) for key, value in layer] for layer in self._drafted]
+        self._starts = self._starts.gather(1, chosen)
+        return self._starts
+
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Queries `[texts, heads, n, dim]`, keys and values `[texts, kv_heads, n, dim]` to `[texts, n, heads * dim]`."""
         texts, heads, count, dim = q.shape

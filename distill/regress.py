@@ -1,19 +1,10 @@
-"""A head's first weights in closed form: what can be said linearly about the target's next hidden state.
-
-Its layers begin as the target's last ones. What they need as input is the hidden state that the target would have in the layer
-below them at the *next* token; given the target's hidden states at this token and the embedding of the next, ridge regression
-finds the best linear guess. With it, a head agrees with its target before the first training step about as well as after a
-hundred thousand tokens of training from a random beginning (figures in docs/experiments.md).
-"""
+"""Ridge regression over more rows than fit into memory."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 import torch
 
 _RIDGE = 1e-3  # of the mean square of each input
-_SKIPPED = 4  # tokens at the beginning of a text, where models keep hidden states of an extraordinary size
 
 
 class Regression:
@@ -36,8 +27,3 @@ class Regression:
             raise ValueError("a regression needs at least one row")
         ridge = _RIDGE * self._gram.diagonal() + 1e-6 * self._count
         return torch.linalg.solve(self._gram + torch.diag(ridge), self._cross)
-
-
-def skip_beginning(texts: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors `[texts, length, …]` without their first positions."""
-    return [text[:, _SKIPPED:] for text in texts]

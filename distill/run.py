@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from distill.batches import Texts
-from distill.beginnings import begin_head, begin_lm, feature_layers, spread_layers
+from distill.beginnings import begin_head, begin_lm, head_layers, recorded_layers, spread_layers
 from distill.card import model_card
 from distill.curves import draw_curves
 from distill.data import DataPlan, count_tokens, write_data
@@ -59,7 +59,7 @@ def make_drafter(
     """
     target = load()
     config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
-    layers = feature_layers(config.num_hidden_layers)
+    layers = recorded_layers(config.num_hidden_layers)
     identity = tokenizer_hash(tokenizer)
     extra = tokenizer.encode(extra_text, add_special_tokens=False) if extra_text else []
     _write(load, tokenizer, recipe, data, layers, identity, extra, show)
@@ -147,6 +147,9 @@ def _student(
     if recipe.family == "lm":
         count = target.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
         return LMStudent(begin_lm(target, ids, spread_layers(count, recipe.num_layers)), ids), ids
-    head = begin_head(target, ids, layers, num_layers=recipe.num_layers, seed=recipe.seed)
+    count = target.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
+    fed = head_layers(layers, count, recipe.num_layers)
+    texts.use_layers([layers.index(layer) for layer in fed])
+    head, tail = begin_head(target, texts, ids, fed, num_layers=recipe.num_layers, seed=recipe.seed)
     embedding = target.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
-    return HeadStudent(head, embedding, depths=recipe.depths), ids
+    return HeadStudent(head, embedding, depths=recipe.depths, tail=tail), ids

@@ -8,9 +8,10 @@ beside the sequence and hands back. It never fails a request: a drafter that can
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from tree.growth import Answer, Ask
@@ -25,6 +26,8 @@ class DraftRequest:
     context: Sequence[int]  # verified tokens so far, prompt included; the last one is the root of `tree`
     tree: TokenTree
     ask: Ask
+    target_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    """The target's cache rows of the verified tokens it has been fed, in order; all but the root while decoding."""
 
 
 @dataclass(frozen=True, slots=True)

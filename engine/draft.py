@@ -145,7 +145,9 @@ def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]]) -> None:
     start = time.perf_counter()
     try:
         requests = [
-            DraftRequest(_state(draft.sequence, drafter), draft.sequence.tokens, draft.growth.tree, ask)
+            DraftRequest(
+                _state(draft.sequence, drafter), draft.sequence.tokens, draft.growth.tree, ask, draft.sequence.rows.view()
+            )
             for draft, ask in questions
         ]
         answers = drafter.propose(requests)

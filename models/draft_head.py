@@ -47,6 +47,7 @@ class HeadConfig:
     target_layers: tuple[int, ...]  # whose outputs are fused
     target_hidden_size: int
     combine: Literal["concat", "add"] = "add"
+    context: Literal["own", "target"] = "own"  # whose keys and values of the verified text its attention sees
     norm_features: bool = True  # bring every hidden state to the same size before they are fused
     norm_together: bool = False  # ... or all layers' states of a token as one vector
     norm_before_residual: bool = False  # "concat": the normed feature, not the feature itself, starts the residual stream
@@ -98,18 +99,35 @@ class HeadLayer(nn.Module):
         self, x: torch.Tensor, embeddings: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
     ) -> torch.Tensor:
         """`x` and `embeddings` `[texts, n, hidden]` -> `[texts, n, hidden]`."""
-        config = self.config
-        seen = _norm(x, self.input_norm, config.rms_norm_eps)
-        if self.embedding_norm is not None:
-            x = seen if config.norm_before_residual else x
-            seen = torch.cat((_norm(embeddings, self.embedding_norm, config.rms_norm_eps), seen), dim=-1)
-        split = (*seen.shape[:2], -1, config.head_dim)
+        x, seen = self._seen(x, embeddings)
+        q, k, v = self.attention_inputs(seen, rotation)
+        x = x + self.o_proj(attend(self.index, q, k, v))
+        seen = _norm(x, self.post_norm, self.config.rms_norm_eps)
+        return x + self.down_proj(silu(self.gate_proj(seen)) * self.up_proj(seen))
+
+    def keys_values(
+        self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[texts, kv_heads, n, head_dim]` of `x` `[texts, n, hidden]`, of a layer that sees no embedding."""
+        return self.attention_inputs(_norm(x, self.input_norm, self.config.rms_norm_eps), rotation)[1:]
+
+    def attention_inputs(
+        self, seen: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries `[texts, heads, n, head_dim]`, keys and values `[texts, kv_heads, n, head_dim]`."""
+        split = (*seen.shape[:2], -1, self.config.head_dim)
         q = _rotate(self.q_proj(seen).view(split).transpose(1, 2), rotation)
         k = _rotate(self.k_proj(seen).view(split).transpose(1, 2), rotation)
-        v = self.v_proj(seen).view(split).transpose(1, 2)
-        x = x + self.o_proj(attend(self.index, q, k, v))
-        seen = _norm(x, self.post_norm, config.rms_norm_eps)
-        return x + self.down_proj(silu(self.gate_proj(seen)) * self.up_proj(seen))
+        return q, k, self.v_proj(seen).view(split).transpose(1, 2)
+
+    def _seen(self, x: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Start of the residual stream, and what the attention reads."""
+        config = self.config
+        seen = _norm(x, self.input_norm, config.rms_norm_eps)
+        if self.embedding_norm is None:
+            return x, seen
+        start = seen if config.norm_before_residual else x
+        return start, torch.cat((_norm(embeddings, self.embedding_norm, config.rms_norm_eps), seen), dim=-1)
 
 
 class DraftHead(nn.Module):
@@ -139,13 +157,16 @@ class DraftHead(nn.Module):
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         """The target's hidden states `[..., layers, target_hidden]` as one vector per token, `[..., hidden]`."""
-        config = self.config
-        if config.norm_features:
-            features = rms_norm(features, features.shape[-1:], eps=config.rms_norm_eps)
-        features = features.flatten(-2)
-        if config.norm_together:
-            features = rms_norm(features, features.shape[-1:], eps=config.rms_norm_eps)
+        features = self.normed(features).flatten(-2)
+        if self.config.norm_together:
+            features = rms_norm(features, features.shape[-1:], eps=self.config.rms_norm_eps)
         return self.fuse_proj(features)  # type: ignore[no-any-return]
+
+    def normed(self, features: torch.Tensor) -> torch.Tensor:
+        """Each layer's hidden states `[..., layers, target_hidden]` brought to the same size, if the head does that."""
+        if not self.config.norm_features:
+            return features
+        return rms_norm(features, features.shape[-1:], eps=self.config.rms_norm_eps)
 
     def extend(
         self, fused: torch.Tensor, embeddings: torch.Tensor, positions: torch.Tensor, attend: Attend
