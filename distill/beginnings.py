@@ -17,9 +17,10 @@ from torch import nn
 from distill.batches import Batch, Texts
 from distill.regress import Regression
 from distill.students import target_attention
-from models.causal_lm import decoder_layers
+from models.adapted import adapt
+from models.borrowed_layers import take_last_layers
 from models.draft_head import DraftHead, HeadConfig, HeadLayer
-from models.shared_lm import copy_layers, output_rows, shared_lm
+from models.shared_lm import copy_layers, last_norm, output_rows, shared_lm
 
 _NOISE = 0.02
 _SKIPPED = 4  # tokens at the beginning of a text, where models keep hidden states of an extraordinary size
@@ -49,13 +50,14 @@ def head_layers(recorded: Sequence[int], num_target_layers: int, num_layers: int
 
 
 def begin_head(
-    target: nn.Module, texts: Texts, ids: torch.Tensor, layers: Sequence[int], *, num_layers: int, seed: int
+    target: nn.Module, texts: Texts, ids: torch.Tensor, layers: Sequence[int], *, num_layers: int, rank: int, seed: int
 ) -> tuple[DraftHead, list[HeadLayer]]:
     """A head of `num_layers` layers on the outputs of the target's `layers`, for the draft vocabulary `ids` (ascending).
 
-    Also the target's last layers in the form of a head's, frozen: what the head attends to in training.
+    With a `rank`, its layers are frozen but for a difference of that rank (`models.adapted`). Also returned are the target's
+    last layers in the form of a head's, frozen: what the head attends to in training.
     """
-    config = head_config(target, len(ids), layers, num_layers=num_layers)
+    config = head_config(target, len(ids), layers, num_layers=num_layers, rank=rank)
     generator = torch.Generator().manual_seed(seed)
     head = DraftHead(config)
     head.id_map.copy_(ids)
@@ -63,14 +65,18 @@ def begin_head(
         for parameter in head.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, _NOISE, generator=generator)
+        take_last_layers(head, target)
         tail = []
-        for index, source in enumerate(list(decoder_layers(target))[-num_layers:]):
-            _copy_layer(head.layers[index], source)  # type: ignore[arg-type]
+        for index, layer in enumerate(head.layers):
             tail.append(HeadLayer(config, index).requires_grad_(False))
-            tail[-1].load_state_dict(head.layers[index].state_dict())
-        _copy_if_alike(head.norm, getattr(target.get_decoder(), "norm", None))  # type: ignore[operator]
+            tail[-1].load_state_dict(layer.state_dict())
+        norm = getattr(last_norm(target), "weight", None)
+        if norm is not None and norm.shape == head.norm.shape:
+            head.norm.copy_(norm)
         embedding = target.get_input_embeddings().weight.detach().float().cpu()  # type: ignore[operator]
         _fit_inputs(head, tail, texts, embedding)
+    if rank:
+        adapt(head.layers, rank, seed=seed)
     head.output.weight = nn.Parameter(output_rows(target)[ids].float().clone(), requires_grad=False)
     return head, tail
 
@@ -125,7 +131,9 @@ def spread_layers(num_layers: int, count: int) -> list[int]:
     return [*range(count - last), *range(num_layers - last, num_layers)]
 
 
-def head_config(target: nn.Module, draft_vocab_size: int, layers: Sequence[int], *, num_layers: int) -> HeadConfig:
+def head_config(
+    target: nn.Module, draft_vocab_size: int, layers: Sequence[int], *, num_layers: int, rank: int = 0
+) -> HeadConfig:
     """The shape of a head for `target`."""
     config: Any = target.config.get_text_config()  # type: ignore[operator, union-attr]
     heads = config.num_attention_heads
@@ -140,26 +148,10 @@ def head_config(target: nn.Module, draft_vocab_size: int, layers: Sequence[int],
         target_layers=tuple(layers),
         target_hidden_size=config.hidden_size,
         context="target",
+        rank=rank,
         norm_fed_back=True,
         project_fed_back=True,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         max_positions=config.max_position_embeddings,
         rope=dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}),
     )
-
-
-def _copy_layer(layer: HeadLayer, source: nn.Module) -> None:
-    """Take over whatever of a target's layer has the same name and shape."""
-    attention, mlp = getattr(source, "self_attn", None), getattr(source, "mlp", None)
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        _copy_if_alike(getattr(layer, name).weight, getattr(attention, name, None))
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        _copy_if_alike(getattr(layer, name).weight, getattr(mlp, name, None))
-    _copy_if_alike(layer.input_norm, getattr(source, "input_layernorm", None))
-    _copy_if_alike(layer.post_norm, getattr(source, "post_attention_layernorm", None))
-
-
-def _copy_if_alike(ours: torch.Tensor, module: nn.Module | None) -> None:
-    weight = getattr(module, "weight", None)
-    if weight is not None and weight.shape == ours.shape:
-        ours.copy_(weight)

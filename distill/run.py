@@ -35,6 +35,7 @@ class Recipe:
     minutes: float | None = None
     vocab: int = 8192
     depths: int = 3
+    rank: int = 64
     learning_rate: float = 2e-3
     regression: float = 0.0
     length: int = 512
@@ -150,6 +151,6 @@ def _student(
     count = target.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
     fed = head_layers(layers, count, recipe.num_layers)
     texts.use_layers([layers.index(layer) for layer in fed])
-    head, tail = begin_head(target, texts, ids, fed, num_layers=recipe.num_layers, seed=recipe.seed)
+    head, tail = begin_head(target, texts, ids, fed, num_layers=recipe.num_layers, rank=recipe.rank, seed=recipe.seed)
     embedding = target.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
     return HeadStudent(head, embedding, depths=recipe.depths, tail=tail), ids

@@ -16,12 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from models.adapted import adapt, merge
+from models.borrowed_layers import take_last_layers
 from models.draft_head import DraftHead, HeadConfig
 from models.refusal import UnservableModel
 from models.shared_lm import output_rows, own_state, shared_lm
 
 MARK, FORMAT = "graftserve_drafter", 1
 _CONFIG, _WEIGHTS, _ID_MAP = "config.json", "model.safetensors", "id_map"
+
+_MATRICES = 7  # linear layers of a decoder layer
 
 Family = Literal["head", "lm"]
 
@@ -110,6 +114,10 @@ def load_drafter(
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])
+    merge(module)
+    if isinstance(module, DraftHead):
+        for layer in module.layers:
+            layer.join()  # type: ignore[operator]
     return module.to(device=next(target.parameters()).device, dtype=dtype).eval().requires_grad_(False), ids
 
 
@@ -123,6 +131,10 @@ def _head(info: DrafterInfo, target: nn.Module, ids: torch.Tensor, folder: Path)
         raise UnservableModel(f"{folder}: this drafter reads layer {max(info.head.target_layers)}, the target has {layers}")
     head = DraftHead(info.head)
     head.id_map.copy_(ids)
+    if info.head.rank:
+        if take_last_layers(head, target) != _MATRICES * info.head.num_layers:
+            raise UnservableModel(f"{folder}: this drafter's layers are not shaped like the target's")
+        adapt(head.layers, info.head.rank)
     if not info.head.own_output:
         head.output.weight = nn.Parameter(rows[ids.to(rows.device)].float().cpu(), requires_grad=False)
     return head

@@ -15,7 +15,7 @@ embedding, so `add` puts the projected embedding into the residual stream instea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -53,6 +53,7 @@ class HeadConfig:
     norm_before_residual: bool = False  # "concat": the normed feature, not the feature itself, starts the residual stream
     norm_fed_back: bool = False  # what stands in for the features of drafted tokens comes from behind the last norm
     project_fed_back: bool = False  # ... and is brought to its place by a matrix of its own
+    rank: int = 0  # of the difference between its layers and the target's last ones, which is all that is stored; 0: all is
     own_output: bool = False  # False: the output rows are the target's own, picked by the id map
     rms_norm_eps: float = 1e-5
     max_positions: int = 8192
@@ -94,6 +95,8 @@ class HeadLayer(nn.Module):
         self.input_norm = nn.Parameter(torch.ones(hidden))
         self.post_norm = nn.Parameter(torch.ones(hidden))
         self.embedding_norm = nn.Parameter(torch.ones(hidden)) if self.side_by_side else None
+        self.qkv_proj: nn.Module | None = None  # see `join`
+        self.gate_up_proj: nn.Module | None = None
 
     def forward(
         self, x: torch.Tensor, embeddings: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor], attend: Attend
@@ -103,7 +106,18 @@ class HeadLayer(nn.Module):
         q, k, v = self.attention_inputs(seen, rotation)
         x = x + self.o_proj(attend(self.index, q, k, v))
         seen = _norm(x, self.post_norm, self.config.rms_norm_eps)
-        return x + self.down_proj(silu(self.gate_proj(seen)) * self.up_proj(seen))
+        if self.gate_up_proj is None:
+            return x + self.down_proj(silu(self.gate_proj(seen)) * self.up_proj(seen))
+        gate, up = self.gate_up_proj(seen).chunk(2, dim=-1)
+        return x + self.down_proj(silu(gate) * up)
+
+    def join(self) -> None:
+        """Make one matrix of those that multiply the same vector: with few rows, a call costs as much as its arithmetic."""
+        q, k, v = self.q_proj, self.k_proj, self.v_proj
+        self.qkv_proj = _joined((q, k, v))
+        self.gate_up_proj = _joined((self.gate_proj, self.up_proj))
+        for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
+            delattr(self, name)
 
     def keys_values(
         self, x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
@@ -115,10 +129,14 @@ class HeadLayer(nn.Module):
         self, seen: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries `[texts, heads, n, head_dim]`, keys and values `[texts, kv_heads, n, head_dim]`."""
-        split = (*seen.shape[:2], -1, self.config.head_dim)
-        q = _rotate(self.q_proj(seen).view(split).transpose(1, 2), rotation)
-        k = _rotate(self.k_proj(seen).view(split).transpose(1, 2), rotation)
-        return q, k, self.v_proj(seen).view(split).transpose(1, 2)
+        config = self.config
+        split = (*seen.shape[:2], -1, config.head_dim)
+        if self.qkv_proj is None:
+            q, k, v = (proj(seen).view(split).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
+            return _rotate(q, rotation), _rotate(k, rotation), v
+        every = self.qkv_proj(seen).view(split).transpose(1, 2)
+        turned = _rotate(every[:, : config.num_heads + config.num_kv_heads], rotation)
+        return turned[:, : config.num_heads], turned[:, config.num_heads :], every[:, config.num_heads + config.num_kv_heads :]
 
     def _seen(self, x: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Start of the residual stream, and what the attention reads."""
@@ -194,6 +212,14 @@ class DraftHead(nn.Module):
     def read_out(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits over the draft vocabulary, `[..., draft_vocab]`, of hidden states as `extend` returns them."""
         return self.output(self.last_norm(hidden))  # type: ignore[no-any-return]
+
+
+def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer whose output is that of all parts side by side."""
+    weight = torch.cat([part.weight for part in parts])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    return joined
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

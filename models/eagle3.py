@@ -98,6 +98,8 @@ def place_eagle3(
         own = own.to(embedding)
         embedding = embedding if torch.equal(own, embedding) else own
     head = checkpoint.head.to(embedding.device, embedding.dtype)
+    for layer in head.layers:
+        layer.join()  # type: ignore[operator]
     prepare(head, placement)
     return HeadLM(head, embedding, num_rows=num_rows)
 

@@ -42,7 +42,7 @@ def copy_layers(source: nn.Module, destination: nn.Module, layers: Sequence[int]
     assert len(ours) == len(layers), "one source layer per layer"
     for layer, index in zip(ours, layers, strict=True):
         layer.load_state_dict(theirs[index].state_dict())
-    _last_norm(destination).load_state_dict(_last_norm(source).state_dict())
+    last_norm(destination).load_state_dict(last_norm(source).state_dict())
 
 
 def output_rows(model: nn.Module) -> torch.Tensor:
@@ -71,7 +71,8 @@ def _frozen_embedding(target: nn.Module) -> nn.Embedding:
     return nn.Embedding.from_pretrained(weight, freeze=True)
 
 
-def _last_norm(model: nn.Module) -> nn.Module:
+def last_norm(model: nn.Module) -> nn.Module:
+    """The norm before the output matrix; ValueError if it is in no known place."""
     decoder = model.get_decoder()  # type: ignore[operator]
     for name in ("norm", "final_layernorm", "ln_f"):
         if isinstance(found := getattr(decoder, name, None), nn.Module):

@@ -1,8 +1,8 @@
 """A draft head that looks at the target's own keys and values, at work: one pass over many sequences' drafted tokens.
 
-Such a head is made of the target's last layers, trained further, on a guessed input. Of the verified text it needs no entries of
-its own: the target's cache holds the very keys and values that these layers would compute. Only the root of a tree, which the
-target has not been fed yet, and the drafted nodes have rows here, and they are given back after every step.
+Such a head is made of the target's last layers, trained further, on a guessed input. Of the verified text it needs no entries
+of its own: the target's cache holds the very keys and values that these layers would compute. Only the root of a tree, which
+the target has not been fed yet, and the drafted nodes have rows here, and they are given back after every step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Sprout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Growths:
-    """Result of one pass: `logits` `[total, draft_vocab]` float32, `hidden` `[total, hidden]`; sprout i's start at `starts[i]`."""
+    """Result of one pass: `logits` `[total, draft_vocab]` float32, `hidden` `[total, hidden]`, and each sprout's first row."""
 
     logits: torch.Tensor
     hidden: torch.Tensor

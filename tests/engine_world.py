@@ -15,6 +15,7 @@ from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
 from drafters.draft_head import HeadDrafter
 from drafters.ngram import NgramDrafter
+from drafters.tail import TailDrafter
 from engine.admission import Limits
 from engine.engine import Engine
 from engine.request import Delta, FinishReason, Request, RequestStats
@@ -23,6 +24,7 @@ from models.causal_lm import CausalLM
 from models.draft_head import DraftHead
 from models.head_lm import HeadLM
 from models.sampling import SamplingParams
+from models.tail_lm import TailLM
 from scheduler.registry import build_schedules
 from scheduler.schedule import Action, Always, Schedule
 from tree.policies.chain import Chain
@@ -99,7 +101,10 @@ class World:
                 self.drafters[role] = CausalLMDrafter(role, CausalLM(_own(model), num_rows=num_rows))
             elif isinstance(model, DraftHead):
                 embedding = self.lm.model.get_input_embeddings().weight.detach()
-                self.drafters[role] = HeadDrafter(role, HeadLM(model, embedding, num_rows=num_rows))
+                if model.config.context == "target":
+                    self.drafters[role] = TailDrafter(role, TailLM(model, embedding, self.lm.pool, num_rows=num_rows))
+                else:
+                    self.drafters[role] = HeadDrafter(role, HeadLM(model, embedding, num_rows=num_rows))
             elif model is not None:
                 self.drafters[role] = model
         known = build_schedules(
@@ -133,7 +138,7 @@ class World:
 
     def check_books(self) -> None:
         """Every row of every model is free again, and the pools' own books agree."""
-        drafters = [d for d in self.drafters.values() if isinstance(d, CausalLMDrafter | HeadDrafter)]
+        drafters = [d for d in self.drafters.values() if isinstance(d, CausalLMDrafter | HeadDrafter | TailDrafter)]
         for lm in [self.lm, *(drafter.lm for drafter in drafters)]:
             assert lm.pool.num_used == 0, f"{lm.pool.num_used} rows were never given back"
             lm.pool.check()

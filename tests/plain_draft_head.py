@@ -1,7 +1,8 @@
 """The oracle of the draft-head tests: a head computed the obvious way, one entry after another, everything from scratch.
 
 Written from the paper (EAGLE-3, 2503.01840) and the layout of its checkpoints, in float64 and without anything of
-`models.draft_head`: no cache, no mask, no batch. The target's hidden states come from transformers itself.
+`models.draft_head`: no cache, no mask, no batch. The target's hidden states, and the keys and values that a head which looks at
+the target starts from, come from transformers itself.
 """
 
 from __future__ import annotations
@@ -26,9 +27,23 @@ def target_states(target: PreTrainedModel, tokens: Sequence[int], layers: Sequen
     return torch.stack([states[layer + 1][0] for layer in layers], dim=1)
 
 
+@torch.inference_mode()
+def target_memory(
+    target: PreTrainedModel, tokens: Sequence[int], count: int
+) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Per layer, of the target's last `count`, the keys and values `[kv_heads, head_dim]` of every token, in float64."""
+    target.config._attn_implementation = "eager"
+    cache = target(torch.tensor([list(tokens)]), use_cache=True).past_key_values
+    memory = []
+    for layer in cache.layers[-count:]:
+        keys, values = layer.keys[0].double(), layer.values[0].double()
+        memory.append([(keys[:, place], values[:, place]) for place in range(len(tokens))])
+    return memory
+
+
 @dataclass(frozen=True)
 class PlainHead:
-    """Weights by the names of the public checkpoints, the layers as `layers.0` and up; `embed_proj` is ours alone."""
+    """Weights by the names of the public checkpoints, the layers as `layers.0` and up; two more projections are ours alone."""
 
     weights: Weights
     embedding: torch.Tensor
@@ -43,20 +58,30 @@ class PlainHead:
     norm_before_residual: bool = False
     norm_together: bool = False
     norm_fed_back: bool = False
+    looks_at_target: bool = False  # at the keys and values of the target's last layers, instead of entries of its own
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", {name: weight.double() for name, weight in self.weights.items()})
 
     def log_probs(self, target: PreTrainedModel, text: Sequence[int], path: Sequence[int] = ()) -> torch.Tensor:
         """Log-probabilities `[draft_vocab]` of what follows `text` and then the drafted tokens `path`."""
+        return torch.log_softmax(self._weight("lm_head.weight") @ self.last_state(target, text, path), dim=-1)
+
+    def last_state(self, target: PreTrainedModel, text: Sequence[int], path: Sequence[int] = ()) -> torch.Tensor:
+        """What the output rows multiply for that, `[hidden]`."""
         states = target_states(target, text[:-1], self.layers).double()
-        memory: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in range(self._num_layers())]
-        for place, token in enumerate(text[1:]):
-            hidden = self._entry(self._fused(states[place]), token, place, memory)
-        for depth, token in enumerate(path):
-            fed = self._normed(hidden, "norm.weight") if self.norm_fed_back else hidden
-            hidden = self._entry(fed, token, len(text) - 1 + depth, memory)
-        return torch.log_softmax(self._weight("lm_head.weight") @ self._normed(hidden, "norm.weight"), dim=-1)
+        if self.looks_at_target:
+            memory = target_memory(target, text[:-1], self._num_layers())
+            first = len(text) - 1  # the root stands at its own position, behind all that the target has been fed
+            hidden = self._entry(self._fused(states[-1]), text[-1], first, memory)
+        else:
+            memory = [[] for _ in range(self._num_layers())]
+            for place, token in enumerate(text[1:]):
+                hidden = self._entry(self._fused(states[place]), token, place, memory)
+            first = len(text) - 2
+        for depth, token in enumerate(path, start=1):
+            hidden = self._entry(self._fed_back(hidden), token, first + depth, memory)
+        return self._normed(hidden, "norm.weight")
 
     def row(self, target: PreTrainedModel, text: Sequence[int], path: Sequence[int] = ()) -> dict[int, float]:
         """The same by target id; ids that are missing have no probability."""
@@ -71,6 +96,10 @@ class PlainHead:
         if self.norm_together:
             joined = _unit(joined, self.eps) * self._weight("input_norm.weight")
         return self._weight("fc.weight") @ joined
+
+    def _fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self._normed(hidden, "norm.weight") if self.norm_fed_back else hidden
+        return self._weight("back_proj.weight") @ hidden if "back_proj.weight" in self.weights else hidden
 
     def _entry(self, x: torch.Tensor, token: int, position: int, memory: list[Any]) -> torch.Tensor:
         """One entry through every layer; `memory[layer]` holds the keys and values of those before it."""

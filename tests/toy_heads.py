@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from models.draft_head import DraftHead, HeadConfig
+from models import toy
+from models.draft_head import DraftHead, HeadConfig, HeadLayer
 from tests.plain_draft_head import PlainHead
 
 Combine = Literal["concat", "add"]
@@ -44,7 +45,7 @@ def toy_head(
     count = vocab if num_draft is None else num_draft
     config = HeadConfig(
         hidden_size=options.pop("hidden_size", hidden),
-        intermediate_size=48,
+        intermediate_size=options.pop("intermediate_size", 48),
         num_layers=num_layers,
         num_heads=HEADS,
         num_kv_heads=KV_HEADS,
@@ -53,7 +54,7 @@ def toy_head(
         target_layers=tuple(layers),
         target_hidden_size=hidden,
         combine=combine,
-        rms_norm_eps=EPS,
+        rms_norm_eps=options.pop("rms_norm_eps", EPS),
         **options,
     )
     head = DraftHead(config).eval().requires_grad_(False)
@@ -61,6 +62,70 @@ def toy_head(
     for name, weight in head.named_parameters():
         weight.copy_(_draw(weight.shape, generator, 2.5 if name == "output.weight" else 1.0))
     head.id_map = torch.tensor(random.Random(seed).sample(range(vocab), count))
+    return head
+
+
+def tail_head(
+    target: PreTrainedModel, *, num_layers: int = 1, seed: int = 0, num_draft: int | None = None, **options: Any
+) -> DraftHead:
+    """A head of random weights shaped like the target's last layers, which looks at the target's own keys and values.
+
+    Its last feature is what these layers are fed with in the target.
+    """
+    followed = target.config.num_hidden_layers - 1 - num_layers
+    return toy_head(
+        target,
+        seed=seed,
+        layers=options.pop("layers", sorted({0, 1, followed})),
+        num_layers=num_layers,
+        num_draft=num_draft,
+        context="target",
+        norm_fed_back=options.pop("norm_fed_back", True),
+        project_fed_back=options.pop("project_fed_back", True),
+        intermediate_size=target.config.intermediate_size,
+        rms_norm_eps=target.config.rms_norm_eps,
+        rope=dict(target.config.rope_parameters),
+        **options,
+    )
+
+
+@torch.no_grad()
+def targets_layers(target: PreTrainedModel, config: HeadConfig) -> list[HeadLayer]:
+    """The last layers of a target of the Llama family in the form of a head's."""
+    copies = []
+    for index, source in enumerate(target.model.layers[-config.num_layers :]):
+        layer = HeadLayer(config, index).requires_grad_(False)
+        for part in ("self_attn", "mlp"):
+            for name, module in getattr(source, part).named_children():
+                if name.endswith("_proj"):
+                    getattr(layer, name).weight.copy_(module.weight)
+        layer.input_norm.copy_(source.input_layernorm.weight)
+        layer.post_norm.copy_(source.post_attention_layernorm.weight)
+        copies.append(layer)
+    return copies
+
+
+def forgetful_below(num_layers: int, *, vocab: int, seed: int = 0, layers: int = 4) -> PreTrainedModel:
+    """A target whose layers below the last `num_layers` do nothing: what these read is the token's embedding alone."""
+    target = toy.tiny_causal_lm("llama", vocab, seed, layers=layers)
+    with torch.no_grad():
+        for layer in target.model.layers[:-num_layers]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    return target
+
+
+@torch.no_grad()
+def knowing_tail(target: PreTrainedModel, num_layers: int) -> DraftHead:
+    """The head that *is* the last layers of a target which is forgetful below them: it computes what the target does."""
+    head = tail_head(target, num_layers=num_layers)
+    for layer, source in zip(head.layers, targets_layers(target, head.config), strict=True):
+        layer.load_state_dict(source.state_dict())
+    head.fuse_proj.weight.zero_()
+    head.back_proj.weight.zero_()
+    head.embed_proj.weight.copy_(torch.eye(len(head.norm)))
+    head.norm.copy_(target.model.norm.weight)
+    head.output.weight.copy_(target.lm_head.weight[head.id_map])
     return head
 
 
@@ -81,6 +146,8 @@ def plain_twin(head: DraftHead, target: PreTrainedModel) -> PlainHead:
         config.rms_norm_eps,
         config.rope,
         norm_each=config.norm_features,
+        norm_fed_back=config.norm_fed_back,
+        looks_at_target=config.context == "target",
     )
 
 

@@ -26,6 +26,9 @@ def distill(
     minutes: Annotated[float | None, typer.Option(min=0, help="Stop training after these; a later call goes on.")] = None,
     vocab: Annotated[int, typer.Option(min=1, help="Most frequent target ids that the drafter can propose.")] = 8192,
     depths: Annotated[int, typer.Option(min=1, max=8, help="Steps a head is unrolled in training.")] = 3,
+    rank: Annotated[
+        int, typer.Option(min=0, help="Rank of the difference between a head's layers and the target's; 0: train all of them.")
+    ] = 64,
     learning_rate: Annotated[float, typer.Option(min=0.0, help="At its highest.")] = 2e-3,
     regression: Annotated[float, typer.Option(min=0.0, help="Weight of the distance to the target's hidden state.")] = 0.0,
     length: Annotated[int, typer.Option(min=16, help="Tokens per training text.")] = 512,
@@ -57,6 +60,7 @@ def distill(
         minutes=minutes,
         vocab=vocab,
         depths=depths,
+        rank=rank,
         learning_rate=learning_rate,
         regression=regression,
         length=length,
