@@ -230,12 +230,19 @@ def _submit(
 
 def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
     """Sampling of one prompt. Without a seed each prompt draws its own; with one, each answers as if sent alone."""
-    return SamplingParams(
+    sampling = SamplingParams(
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=min(body.top_k or 0, vocab_size),
         seed=secrets.randbits(63) if body.seed is None else body.seed,
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logit_bias=body.logit_bias or {},
     )
+    sampling.check_vocab(vocab_size)
+    return sampling
 
 
 def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | None]:

@@ -18,8 +18,9 @@ from app.config import Settings
 from app.drafting import NGRAM, LoadedDrafter, is_truncated, lm_row_bytes, vocab_size
 from app.serving import LoadedEngine
 from drafters.base import Drafter
+from drafters.corpus import CorpusIndex
 from drafters.ngram import NgramDrafter
-from drafters.vocab import check_same_vocab
+from drafters.vocab import check_same_vocab, tokenizer_hash
 from engine.admission import Limits
 from engine.engine import Engine
 from engine.text import byte_fallback_ids
@@ -74,7 +75,8 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
     target = CausalLM(target_model, num_rows=num_rows, num_tokens=num_tokens, capture=wanted)
     check_attention(target, settings.target)
 
-    drafters: dict[str, Drafter] = {NGRAM: NgramDrafter()}
+    corpus = None if settings.ngram_corpus is None else CorpusIndex.load(settings.ngram_corpus, tokenizer_hash(tokenizer))
+    drafters: dict[str, Drafter] = {NGRAM: NgramDrafter(corpus=corpus)}
     for role, name in names.items():
         drafter = drafting.make(
             role, name, loaded[role], target, placement, num_rows=num_rows, max_num_seqs=settings.max_num_seqs
@@ -86,6 +88,7 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         medium="medium" if "medium" in drafters else None,
         budget=budget,
         min_probability=_worth_a_row(placement),
+        min_expansion=_worth_a_row(placement),
         width=4 if placement.device.type == "cpu" else 10,
         word=settings.plan,
     )

@@ -37,6 +37,9 @@ class Settings(BaseSettings):
         default="auto",
         description="Medium drafter: as the small one, and 'truncated'; none: no drafter.",
     )
+    ngram_corpus: Path | None = Field(
+        default=None, description="Other texts for prompt lookup: a file that `graftserve corpus` wrote."
+    )
     plan: str = Field(
         default="MSM", pattern=r"^[SM]+\.*$", description="Who drafts at each step of 'treegraft': a word of S and M."
     )

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from torch import nn
 
 from app.config import EMBEDDED
@@ -81,10 +83,12 @@ def load(name: str, role: str, target: nn.Module, tokenizer: Any, placement: Pla
     if name == NGRAM or is_truncated(name):
         return None
     path = _SHIPPED / role if name == PRETRAINED else Path(name)
+    if name == PRETRAINED and not is_drafter_folder(path):
+        raise ValueError(f"{role} = {PRETRAINED!r}: no drafter of this role is shipped; make one with `graftserve distill`")
     if is_drafter_folder(path):
         module, ids = load_drafter(path, target, tokenizer_hash=tokenizer_hash(tokenizer), dtype=placement.dtype)
         return LoadedDrafter(name, prepare(module, placement), ids.tolist())
-    if _names_eagle3(path):
+    if _names_eagle3(name):
         checkpoint = check_eagle3(name, target=target, tokenizer=tokenizer)
         return LoadedDrafter(name, checkpoint.head, eagle3=checkpoint)
     model = prepare(load_model(name, placement), placement)
@@ -122,14 +126,13 @@ def make(
     return CausalLMDrafter(role, lm, loaded.ids)
 
 
-def _names_eagle3(path: Path) -> bool:
-    """Whether a folder's config is that of an EAGLE-3 head. (A hub id is read as a model first.)"""
-    config = path / "config.json"
-    if not config.is_file():
-        return False
+def _names_eagle3(name: str) -> bool:
+    """Whether the config of a folder or hub id is that of an EAGLE-3 head; False if there is none to be read."""
+    folder = Path(name)
     try:
-        values = json.loads(config.read_text())
-    except ValueError:
+        config = folder / "config.json" if folder.exists() or name.count("/") != 1 else hf_hub_download(name, "config.json")
+        values = json.loads(Path(config).read_text("utf-8"))
+    except (OSError, ValueError, EntryNotFoundError):  # whoever reads it as a model says what is wrong
         return False
     return isinstance(values, dict) and is_eagle3(values)
 

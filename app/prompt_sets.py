@@ -1,7 +1,7 @@
 """Prompts from a file or from the built-in set, and their token ids as the HTTP API would make them.
 
-    prompts = read_prompts(Path("questions.jsonl"))
-    ids = [encode(tokenizer, messages) for messages in prompts]
+    prompts = read_prompt_set(Path("questions.jsonl"))
+    ids = [encode(tokenizer, prompt.messages) for prompt in prompts]
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +20,39 @@ from app.prompts_builtin import PROMPTS
 from app.protocol import Message
 
 
-def read_prompts(file: Path | None, limit: int | None = None) -> list[list[Message]]:
-    """Conversations of a file, the first `limit` of them; of the built-in set without a file.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One conversation to be answered."""
+
+    messages: list[Message]
+    category: str | None = None  # what kind of task it is, if its file says so
+
+
+def read_prompt_set(file: Path | None, limit: int | None = None) -> list[Prompt]:
+    """The prompts of a file, the first `limit` of them; of the built-in set without a file.
 
     A ``.txt`` file holds one prompt per line. A ``.jsonl`` file holds one object per line with ``prompt`` (text),
-    ``messages`` (a conversation) or ``turns`` (the user's texts, of which the first is asked). Raises ValueError that
-    names the line, and OSError.
+    ``messages`` (a conversation) or ``turns`` (the user's texts, of which the first is asked), and perhaps a ``category``
+    (text). Raises ValueError that names the line, and OSError.
     """
     if file is None:
-        conversations = [_user(prompt) for prompt in PROMPTS]
+        prompts = [_user(prompt) for prompt in PROMPTS]
     else:
         lines = [(number, line) for number, line in enumerate(file.read_text("utf-8").split("\n"), 1) if line.strip()]
         if file.suffix == ".txt":
-            conversations = [_user(line) for _, line in lines]
+            prompts = [_user(line) for _, line in lines]
         elif file.suffix == ".jsonl":
-            conversations = [_from_json(line, f"{file}:{number}") for number, line in lines]
+            prompts = [_from_json(line, f"{file}:{number}") for number, line in lines]
         else:
             raise ValueError(f"{file}: prompts are read from .txt and .jsonl files")
-    if not conversations:
+    if not prompts:
         raise ValueError(f"{file} holds no prompt")
-    return conversations[:limit]
+    return prompts[:limit]
+
+
+def read_prompts(file: Path | None, limit: int | None = None) -> list[list[Message]]:
+    """The conversations of :func:`read_prompt_set`, for those who do not ask for categories."""
+    return [prompt.messages for prompt in read_prompt_set(file, limit)]
 
 
 def encode(tokenizer: Tokenizer, messages: Sequence[Message], *, raw: bool = False) -> tuple[int, ...]:
@@ -51,21 +65,24 @@ def encode(tokenizer: Tokenizer, messages: Sequence[Message], *, raw: bool = Fal
     return asyncio.run(chat_prompt(tokenizer, messages))
 
 
-def _user(text: str) -> list[Message]:
-    return [Message.model_validate({"role": "user", "content": text})]
+def _user(text: str, category: str | None = None) -> Prompt:
+    return Prompt([Message.model_validate({"role": "user", "content": text})], category)
 
 
-def _from_json(line: str, place: str) -> list[Message]:
+def _from_json(line: str, place: str) -> Prompt:
     try:
         entry: Any = json.loads(line)
     except ValueError as error:
         raise ValueError(f"{place}: not a JSON object: {error}") from error
+    category = entry.get("category") if isinstance(entry, dict) else None
+    if not isinstance(category, str | None):
+        raise ValueError(f"{place}: the category must be a text")
     try:
         match entry:
             case {"messages": [_, *_] as messages}:
-                return [Message.model_validate(message) for message in messages]
+                return Prompt([Message.model_validate(message) for message in messages], category)
             case {"turns": [str(text), *_]} | {"prompt": str(text)}:
-                return _user(text)
+                return _user(text, category)
     except ValidationError as error:
         raise ValueError(f"{place}: {error.errors()[0]['msg']}") from error
     raise ValueError(f'{place}: expected "prompt" (a text), "messages" or "turns" (not empty)')

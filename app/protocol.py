@@ -10,6 +10,7 @@ need a hundred times the memory of the body.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -32,6 +33,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 4096
 MAX_PROMPTS = 4096
 MAX_COUNT = 2**63 - 1  # beyond it no count can be meant, and a sum might have more digits than Python prints
+
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
@@ -65,6 +68,17 @@ def _check_prompt(value: Any) -> Prompt:
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
         return value
     raise PydanticCustomError("prompt_type", "must hold only strings, only token ids, or only lists of token ids")
+
+
+def _check_bias(value: Any) -> dict[int, Any] | None:
+    """Token ids from JSON's keys, which are always text; by hand, for one complaint instead of one per entry."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("bias_type", "must be an object of token ids and numbers")
+    if not all(map(_TOKEN_ID.fullmatch, value)):
+        raise PydanticCustomError("bias_key", "must have token ids as keys, in decimal digits without leading zeros")
+    return {int(token): bias for token, bias in value.items()}
 
 
 def _encodable(text: str) -> str:
@@ -169,11 +183,6 @@ class GenerationBody(Body):
         "top_logprobs": (None, 0),
         "echo": (False, None),
         "suffix": (None,),
-        "presence_penalty": (0, None),
-        "frequency_penalty": (0, None),
-        "repetition_penalty": (1, None),
-        "logit_bias": (None, {}),
-        "min_p": (0, None),
         "min_tokens": (0, None),
         "stop_token_ids": (None, []),
         "ignore_eos": (False, None),
@@ -189,11 +198,26 @@ class GenerationBody(Body):
     model: str | None = Field(None, description="The served model's name, or nothing.")
     max_tokens: Count | None = Field(None, description="Most tokens of the answer; at least 1.")
     max_completion_tokens: Count | None = Field(None, description="Another name of max_tokens.")
-    # The ranges of these four are SamplingParams' to check.
+    # The ranges down to logit_bias are SamplingParams' to check.
     temperature: float | None = Field(None, description="0 to 2; 0: always the likeliest token. Default 1.")
     top_p: float | None = Field(None, description="Probability mass of the likeliest tokens kept, above 0. Default 1.")
     top_k: int | None = Field(None, description="Number of likeliest tokens kept; 0 or -1: all. Default 0.")
+    min_p: float | None = Field(
+        None, description="Tokens less likely than this share of the likeliest one are dropped. 0 to 1; default 0."
+    )
     seed: int | None = Field(None, description="Same seed, same answer; without one each answer draws its own.")
+    presence_penalty: float | None = Field(
+        None, description="-2 to 2: lowers the logits of tokens that the answer holds already. Default 0."
+    )
+    frequency_penalty: float | None = Field(
+        None, description="-2 to 2: the same, once for each time the answer holds the token. Default 0."
+    )
+    repetition_penalty: float | None = Field(
+        None, description="Above 0: makes tokens of prompt and answer less likely if above 1. Default 1."
+    )
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_check_bias, json_schema_input_type=dict[str, float] | None)
+    ] = Field(None, description="Token ids, as JSON keys, to numbers from -100 to 100 that are added to their logits.")
     stop: (
         Annotated[
             list[Stop], Field(fail_fast=True, max_length=MAX_STOPS), BeforeValidator(_wrap_text, str | list[str] | None)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from models.sampling import SamplingParams
 from tree.growth import Answer, Ask
 from tree.tree import TokenTree
 
@@ -26,6 +27,7 @@ class DraftRequest:
     context: Sequence[int]  # verified tokens so far, prompt included; the last one is the root of `tree`
     tree: TokenTree
     ask: Ask
+    sampling: SamplingParams | None = None  # how the request samples, for asks that want rows to draw from
     target_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """The target's cache rows of the verified tokens it has been fed, in order; all but the root while decoding."""
 

@@ -91,6 +91,8 @@ class CausalLMDrafter:
                     request.state.log_probs,
                     ids=self._ids,
                     draft_ids=self._draft_ids,
+                    sampling=request.sampling,
+                    vocab_size=self.lm.vocab_size,
                 )
             )
         return [answer for answer in answers if answer is not None]

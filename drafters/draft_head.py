@@ -95,6 +95,8 @@ class HeadDrafter:
                         state.log_probs,
                         ids=self.lm.ids,
                         draft_ids=self.lm.draft_ids,
+                        sampling=request.sampling,
+                        vocab_size=self.lm.vocab_size,
                     )
                 else:
                     promised += size

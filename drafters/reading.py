@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from drafters.base import Halt
+from models.sampling import SamplingParams, probabilities
 from tree.growth import Answer, Ask, Candidates
 from tree.tree import TokenTree
 
@@ -39,13 +40,20 @@ def read_answer(
     *,
     ids: Sequence[int] | None = None,
     draft_ids: Mapping[int, int] | None = None,
+    sampling: SamplingParams | None = None,
+    vocab_size: int = 0,
 ) -> Answer | Halt:
     """Candidates of the asked nodes and, on request, the drafter's scores of nodes that others scored.
+
+    Where children are to be drawn, also the rows to draw from: shaped like the target's for the request, since the closer the
+    two distributions are the more is accepted; a greedy request draws at temperature 1.
 
     Args:
         log_probs: node -> `[vocab]` row on the device, for every asked node.
         ids: the target's id of every entry of a row, for a drafter with a vocabulary of its own; None: they are the same.
         draft_ids: the way back.
+        sampling: how the request samples; only its temperature, top-k and top-p matter here.
+        vocab_size: of the target; the length of rows to draw from, where `ids` are given.
     """
     rows = torch.stack([log_probs[node] for node in ask.nodes])
     best = rows.topk(min(ask.width, rows.shape[1]), dim=-1)
@@ -67,7 +75,26 @@ def read_answer(
         candidates[node] = _candidates(tokens, flat[row * width : (row + 1) * width])
     scored = zip(edges, columns, flat[len(ask.nodes) * width :], strict=True)
     # A token that the drafter has no entry for gets no probability from it.
-    return Answer(candidates, {node: lp if column >= 0 else -math.inf for node, column, lp in scored})
+    rescored = {node: lp if column >= 0 else -math.inf for node, column, lp in scored}
+    if not ask.wants_rows:
+        return Answer(candidates, rescored)
+    q = _rows_to_draw_from(rows, sampling or SamplingParams(), ids, vocab_size)
+    return Answer(candidates, rescored, dict(zip(ask.nodes, q, strict=True)))
+
+
+def _rows_to_draw_from(
+    log_probs: torch.Tensor, sampling: SamplingParams, ids: Sequence[int] | None, vocab_size: int
+) -> torch.Tensor:
+    """`[nodes, vocab]` probabilities that nobody writes to again."""
+    plain = SamplingParams(
+        temperature=1.0 if sampling.greedy else sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
+    )
+    p = probabilities(log_probs, plain)
+    if ids is None:
+        return p
+    every = p.new_zeros(len(p), vocab_size)
+    every[:, torch.tensor(ids, device=p.device)] = p
+    return every
 
 
 def _column(token: int, size: int, draft_ids: Mapping[int, int] | None) -> int:

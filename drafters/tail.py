@@ -90,9 +90,15 @@ class TailDrafter:
         state.fused = None
 
     def _answer(self, request: DraftRequest) -> Answer | Halt:
-        log_probs = request.state.log_probs
         return read_answer(
-            request.tree, request.ask, self.name, log_probs, ids=self.lm.ids, draft_ids=self.lm.draft_ids
+            request.tree,
+            request.ask,
+            self.name,
+            request.state.log_probs,
+            ids=self.lm.ids,
+            draft_ids=self.lm.draft_ids,
+            sampling=request.sampling,
+            vocab_size=self.lm.vocab_size,
         )
 
     def _next_nodes(self, request: DraftRequest) -> list[int]:

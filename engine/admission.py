@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from engine.request import Request, RequestError
 from engine.sequence import rows_needed
 from scheduler.schedule import Schedule
+from tree.draws import TreeKind
+from tree.policies.sampled import SampledPolicy
+from verify import EVERY_VERIFIER, check_pair
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,24 @@ class Limits:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.max_waiting < 0:
             raise ValueError(f"max_waiting must be at least 0, got {self.max_waiting}")
+
+
+def check_rules(schedule: Schedule, *, allow_lossy: bool) -> None:
+    """ValueError for a schedule whose decision rules would be wrong on its trees, or lossy where that is not allowed."""
+    kind = schedule.policy.kind if isinstance(schedule.policy, SampledPolicy) else TreeKind.DETERMINISTIC
+    for name, reads_logits in ((schedule.greedy_verifier, True), (schedule.sampling_verifier, False)):
+        if name not in EVERY_VERIFIER:
+            raise ValueError(f"schedule {schedule.name}: verifier {name!r} is not one of {', '.join(EVERY_VERIFIER)}")
+        rule = EVERY_VERIFIER[name]
+        if rule.reads_logits != reads_logits:
+            when = "at temperature 0" if reads_logits else "above temperature 0"
+            raise ValueError(f"schedule {schedule.name}: the {name} rule does not decide {when}")
+        if not rule.lossless and not allow_lossy:
+            raise ValueError(f"schedule {schedule.name}: the {name} rule changes the text; it needs allow_lossy = true")
+        try:
+            check_pair(rule, kind)
+        except ValueError as error:
+            raise ValueError(f"schedule {schedule.name}: {error}") from error
 
 
 def choose_schedule(

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 import torch
 
 from drafters.base import Drafter, DraftRequest, Halt
+from engine.noise import DraftNoise
 from engine.sequence import Sequence
 from scheduler.schedule import Action, Signals
 from tree.growth import Answer, Ask, Growth
+from tree.policies.sampled import SampledPolicy
 
 log = logging.getLogger(__name__)
 
@@ -51,18 +53,7 @@ def grow_trees(
 
     So does one whose prompt is not in the cache yet: its first token should not wait for a drafter to read the prompt too.
     """
-    drafts = [
-        Draft(
-            sequence,
-            sequence.schedule.policy.begin(
-                sequence.tokens[-1],
-                stop_tokens=stop_tokens,
-                max_depth=max(sequence.max_depth, 0) if sequence.num_pending == 1 else 0,
-                vocab_size=vocab_size,
-            ),
-        )
-        for sequence in sequences
-    ]
+    drafts = [Draft(sequence, _begin(sequence, stop_tokens, vocab_size)) for sequence in sequences]
     growing = drafts
     while growing:
         asked: dict[str, list[tuple[Draft, Ask]]] = defaultdict(list)
@@ -74,6 +65,17 @@ def grow_trees(
             _propose(drafters[name], questions)
         growing = [draft for questions in asked.values() for draft, _ in questions]
     return drafts
+
+
+def _begin(sequence: Sequence, stop_tokens: frozenset[int], vocab_size: int) -> Growth:
+    policy = sequence.schedule.policy
+    max_depth = max(sequence.max_depth, 0) if sequence.num_pending == 1 else 0
+    if isinstance(policy, SampledPolicy):
+        uniform = DraftNoise(sequence.request.sampling.seed, sequence.num_output)
+        return policy.begin(
+            sequence.tokens[-1], stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size, uniform=uniform
+        )
+    return policy.begin(sequence.tokens[-1], stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size)
 
 
 def _next_question(draft: Draft) -> tuple[str, Ask] | None:
@@ -146,7 +148,12 @@ def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]]) -> None:
     try:
         requests = [
             DraftRequest(
-                _state(draft.sequence, drafter), draft.sequence.tokens, draft.growth.tree, ask, draft.sequence.rows.view()
+                _state(draft.sequence, drafter),
+                draft.sequence.tokens,
+                draft.growth.tree,
+                ask,
+                draft.sequence.request.sampling,
+                draft.sequence.rows.view(),
             )
             for draft, ask in questions
         ]

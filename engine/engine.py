@@ -17,7 +17,8 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 from drafters.base import Drafter
-from engine.admission import Limits, check_request, choose_schedule
+from engine.adjust import adjusted
+from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
 from engine.draft import close_drafters, grow_trees, show_hidden
 from engine.noise import TargetNoise
@@ -39,7 +40,7 @@ from models.causal_lm import CausalLM
 from models.sampling import probabilities
 from scheduler.registry import PLAIN
 from scheduler.schedule import Schedule
-from verify import VERIFIERS
+from verify import EVERY_VERIFIER
 from verify.base import Verdict
 
 log = logging.getLogger(__name__)
@@ -76,9 +77,12 @@ class Engine:
         max_model_len: int | None = None,
         limits: Limits | None = None,
         max_budget: int = 512,
+        allow_lossy: bool = False,
     ) -> None:
         if PLAIN not in schedules or default_schedule not in schedules:
             raise ValueError(f"schedule {default_schedule!r} is not one of {', '.join(schedules)}")
+        for schedule in schedules.values():
+            check_rules(schedule, allow_lossy=allow_lossy)
         self.schedules = dict(schedules)
         self.default_schedule = default_schedule
         self.drafter_names = list(drafters)
@@ -307,10 +311,14 @@ class Engine:
     def _verify(self, scored: Scored) -> Verdict:
         sequence = scored.draft.sequence
         sampling, schedule = sequence.request.sampling, sequence.schedule
-        rule = VERIFIERS[schedule.greedy_verifier if sampling.greedy else schedule.sampling_verifier]
-        rows = scored.logits if sampling.greedy else probabilities(scored.logits, sampling)
+        rule = EVERY_VERIFIER[schedule.greedy_verifier if sampling.greedy else schedule.sampling_verifier]
+        tree, logits = scored.draft.growth.tree, scored.logits
+        if not sampling.is_plain:
+            paths = [tree.path_tokens(node) for node in scored.nodes]
+            logits = adjusted(logits, sampling, sequence.tallied(logits), paths)
+        rows = logits if sampling.greedy else probabilities(logits, sampling)
         noise = TargetNoise(sampling.seed, sequence.num_output)
-        return rule(scored.draft.growth.tree, scored.nodes, rows, noise)
+        return rule(tree, scored.nodes, rows, noise)
 
     def _emit(self, sequence: Sequence, block: Block) -> None:
         if sequence.stats.first_token_s == 0.0:

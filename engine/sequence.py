@@ -7,6 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from engine.adjust import Tally
 from engine.request import DrafterCount, Request, RequestStats
 from engine.text import TextStream
 from models.kv_cache import RowList
@@ -42,6 +45,7 @@ class Sequence:
     rows: RowList = field(default_factory=RowList)
     drafter_states: dict[str, Any] = field(default_factory=dict)
     trees: deque[TreeRecord] = field(default_factory=deque)
+    tally: Tally | None = None  # what penalties count in `tokens`; None until `tallied` is asked for it
 
     @property
     def num_prompt(self) -> int:
@@ -67,6 +71,13 @@ class Sequence:
     def max_depth(self) -> int:
         """Deepest draft that can still be emitted: a step emits its path and one token more."""
         return self.max_total - len(self.tokens) - 1
+
+    def tallied(self, logits: torch.Tensor) -> Tally:
+        """The tally of `tokens` as they are now, for logits ``[rows, vocab]``; a call costs as much as was appended."""
+        if self.tally is None:
+            self.tally = Tally.begin(self.request.sampling, logits.shape[-1], logits.device)
+        self.tally.follow(self.tokens, self.num_prompt)
+        return self.tally
 
 
 def open_sequence(request: Request, schedule: Schedule, text: TextStream, max_model_len: int) -> Sequence:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -55,12 +56,20 @@ def is_drafter_folder(path: Path) -> bool:
 
 
 def save_drafter(folder: Path, info: DrafterInfo, module: nn.Module, ids: torch.Tensor) -> None:
-    """Write config and weights of a `DraftHead` or a `shared_lm`; `ids` int64 `[draft_vocab]` leads to the target's ids."""
+    """Write config and weights of a `DraftHead` or a `shared_lm`; `ids` int64 `[draft_vocab]` leads to the target's ids.
+
+    ArithmeticError for weights that half precision cannot hold; then a drafter that was there before stays.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     state = _head_state(module) if isinstance(module, DraftHead) else own_state(module)
     weights = {name: tensor.detach().half().contiguous() for name, tensor in state.items()}
+    for name, tensor in weights.items():
+        if not torch.isfinite(tensor).all():
+            raise ArithmeticError(f"weight {name} holds numbers that half precision cannot hold")
     weights[_ID_MAP] = ids.int()
-    save_file(weights, folder / _WEIGHTS)
+    partial = folder / (_WEIGHTS + ".part")
+    save_file(weights, partial)
+    partial.rename(folder / _WEIGHTS)
     config = {
         MARK: FORMAT,
         "family": info.family,
@@ -118,7 +127,9 @@ def load_drafter(
     if isinstance(module, DraftHead):
         for layer in module.layers:
             layer.join()  # type: ignore[operator]
-    return module.to(device=next(target.parameters()).device, dtype=dtype).eval().requires_grad_(False), ids
+    for parameter in module.parameters():  # not the buffers: rounded rotary frequencies turn far tokens by whole radians
+        parameter.data = parameter.data.to(dtype)
+    return module.to(next(target.parameters()).device).eval().requires_grad_(False), ids
 
 
 def _head(info: DrafterInfo, target: nn.Module, ids: torch.Tensor, folder: Path) -> nn.Module:
@@ -127,9 +138,15 @@ def _head(info: DrafterInfo, target: nn.Module, ids: torch.Tensor, folder: Path)
     if info.head.target_hidden_size != rows.shape[1] or info.head.draft_vocab_size != len(ids):
         raise UnservableModel(f"{folder}: this drafter's sizes are not those of the target")
     layers = target.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
-    if max(info.head.target_layers) >= layers:
-        raise UnservableModel(f"{folder}: this drafter reads layer {max(info.head.target_layers)}, the target has {layers}")
-    head = DraftHead(info.head)
+    for layer in info.head.target_layers:
+        if not 0 <= layer < layers:
+            raise UnservableModel(f"{folder}: this drafter reads layer {layer}, the target has {layers}")
+    if info.head.rank and info.head.num_layers > layers:
+        raise UnservableModel(f"{folder}: this drafter changes the last {info.head.num_layers} layers, the target has {layers}")
+    try:
+        head = DraftHead(info.head)
+    except (ValueError, TypeError, KeyError, RuntimeError, StrictDataclassError) as error:  # sizes that are none
+        raise UnservableModel(f"{folder}: {_CONFIG}: {_first_line(error)}") from error
     head.id_map.copy_(ids)
     if info.head.rank:
         if take_last_layers(head, target) != _MATRICES * info.head.num_layers:
@@ -154,7 +171,7 @@ def _head_state(head: DraftHead) -> dict[str, torch.Tensor]:
 
 
 def _checked_ids(ids: torch.Tensor | None, vocab_size: int, folder: Path) -> torch.Tensor:
-    if ids is None or ids.dim() != 1 or not len(ids):
+    if ids is None or ids.dim() != 1 or not len(ids) or ids.is_floating_point():
         raise UnservableModel(f"{folder}: {_WEIGHTS} holds no id map")
     ids = ids.long()
     if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) != len(ids):
@@ -171,3 +188,7 @@ def _check_names(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]
     extra = sorted(set(found) - set(wanted))
     if extra:
         raise UnservableModel(f"{folder}: unknown weight {extra[0]}")
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -47,6 +47,7 @@ class HeadLM:
         self.device = embedding.device
         self.layers = config.target_layers
         self.max_positions = config.max_positions
+        self.vocab_size = len(embedding)
         self._embedding = embedding
         self.ids: list[int] = head.id_map.tolist()  # draft id -> target id
         self.draft_ids = {target: draft for draft, target in enumerate(self.ids)}

@@ -1,8 +1,8 @@
 """From logits to the distribution that is sampled from, and the random numbers that pick from it.
 
 The same :func:`probabilities` serves target rows and drafter rows, so that p and q are processed alike. Every row
-stands for one context; what depends on that context's history (penalties) is the caller's to add to the logits
-beforehand.
+stands for one context; what depends on that context's history (penalties), and the bias, is in the logits already
+(:mod:`engine.adjust`). The parameters of both are checked here.
 
 Traps this file takes care of:
 
@@ -16,9 +16,12 @@ Traps this file takes care of:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from struct import pack
+from types import MappingProxyType
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +32,12 @@ GREEDY_BELOW = 1e-5
 
 MAX_TEMPERATURE = 2.0
 """The range of the OpenAI API; hotter than this is noise, and a caller who asks for 1e9 has made a mistake."""
+
+MAX_PENALTY = 2.0
+"""Presence and frequency penalties lie between this and its negative, as in the OpenAI API."""
+
+MAX_BIAS = 100.0
+"""The same for a bias. In practice -100 bans a token and 100 leaves no other."""
 
 _MASS_TOLERANCE = 1e-12  # ten tokens of 0.1 reach a mass of 0.9 with nine, whatever the rounding of the sum
 _BLOCK = 32768  # random numbers made at a time; even, and small enough for memory to be reused: twice as fast
@@ -52,6 +61,12 @@ class SamplingParams:
     top_p: float = 1.0  # 0 < top_p <= 1; 1: off
     top_k: int = 0  # 0: off (-1 too, and is stored as 0); more than the vocabulary: as many as there are
     seed: int = 0  # any signed 64-bit integer
+    min_p: float = 0.0  # 0 to 1; 0: off. Tokens less likely than this share of the likeliest one are dropped
+    presence_penalty: float = 0.0  # -2 to 2, subtracted from tokens that the answer holds already; the prompt does not count
+    frequency_penalty: float = 0.0  # -2 to 2, the same once for each time the answer holds the token
+    repetition_penalty: float = 1.0  # above 0; divides positive and multiplies other logits of tokens in prompt or answer
+    # Token id -> -100 to 100, added to the logit before anything else. Copied. Ids are checked by `check_vocab`.
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         temperature = _number("temperature", self.temperature)
@@ -68,6 +83,20 @@ class SamplingParams:
         seed = _integer("seed", self.seed)
         if not -(2**63) <= seed < 2**63:
             raise ParamError("seed", f"seed must fit into a signed 64-bit integer, not {seed}")
+        min_p = _number("min_p", self.min_p)
+        if not 0.0 <= min_p <= 1.0:
+            raise ParamError("min_p", f"min_p must be between 0 and 1, not {min_p:g}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = _number(name, getattr(self, name))
+            if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+                raise ParamError(name, f"{name} must be between {-MAX_PENALTY:g} and {MAX_PENALTY:g}, not {penalty:g}")
+            object.__setattr__(self, name, penalty)
+        repetition_penalty = _number("repetition_penalty", self.repetition_penalty)
+        if not repetition_penalty > 0.0:
+            raise ParamError("repetition_penalty", f"repetition_penalty must be above 0, not {repetition_penalty:g}")
+        object.__setattr__(self, "min_p", min_p)
+        object.__setattr__(self, "repetition_penalty", repetition_penalty)
+        object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         object.__setattr__(self, "temperature", temperature)
         object.__setattr__(self, "top_p", top_p)
         object.__setattr__(self, "top_k", max(top_k, 0))
@@ -78,19 +107,39 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
+    @property
+    def penalizes(self) -> bool:
+        """Whether a token's logit depends on what was written before."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the model's logits are taken as they are: without penalties and bias."""
+        return not (self.logit_bias or self.penalizes)
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise :class:`ParamError` if the bias names a token that a vocabulary of this size does not have."""
+        beyond = max(self.logit_bias, default=-1)
+        if beyond >= vocab_size:
+            raise ParamError("logit_bias", f"logit_bias: token id {beyond} is outside the vocabulary of {vocab_size}")
+
 
 def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """The distribution each row is sampled from: temperature, then top-k, then top-p.
+    """The distribution each row is sampled from: temperature, then min-p, then top-k, then top-p.
+
+    The order matters for top-p, which looks at the mass that the others left. It is that of vLLM's current sampler;
+    transformers applies min-p (arXiv 2407.01082, section 3) last.
 
     Args:
         logits: [rows, vocab], any floating dtype; -inf marks tokens that must not appear.
-        params: one request's parameters, for all rows.
+        params: one request's parameters, for all rows. Penalties and bias are not looked at: they are in the logits.
 
     Returns:
-        [rows, vocab] float32 on the same device; rows sum to 1 within float32 rounding. Tokens are ranked by (logit
-        descending, id ascending): top-k keeps the first k, top-p the smallest set of first ones whose mass, among what
-        top-k left, is at least ``top_p``. Greedy parameters give the first-ranked token alone. A row with NaN or +inf,
-        or with nothing but -inf, comes back as NaN: there is no distribution, and the caller must notice.
+        [rows, vocab] float32 on the same device; rows sum to 1 within float32 rounding. Min-p keeps tokens at least
+        ``min_p`` times as likely as the likeliest. Tokens are ranked by (logit descending, id ascending): top-k keeps the
+        first k, top-p the smallest set of first ones whose mass, among what the others left, is at least ``top_p``. Greedy
+        parameters give the first-ranked token alone. A row with NaN or +inf, or with nothing but -inf, comes back as NaN:
+        there is no distribution, and the caller must notice.
     """
     assert logits.ndim == 2, f"logits must be [rows, vocab], not {list(logits.shape)}"
     x = logits.float()
@@ -98,6 +147,9 @@ def probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if params.greedy:
         one_hot = torch.zeros_like(x).scatter_(1, x.argmax(dim=-1, keepdim=True), 1.0)
         return torch.where(top.isfinite(), one_hot, torch.nan)
+    if params.min_p > 0.0:
+        # log(p / max p) = (x - top) / temperature. What is NaN compares as false and stays.
+        x = torch.where(x - top < params.temperature * math.log(params.min_p), -torch.inf, x)
     keep = _support(x, top, params)
     x = (x - top).div_(params.temperature)
     if keep is not None:
@@ -201,9 +253,33 @@ def _first_ranked(x: torch.Tensor, ranked: torch.Tensor, count: torch.Tensor) ->
 
 
 def _number(param: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if not _is_number(value):
         raise ParamError(param, f"{param} must be a finite number, not {value!r}")
     return float(value)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+
+
+def _bias(value: object) -> Mapping[int, float]:
+    """A checked copy that nobody can change; entries that change nothing are left out. Messages repeat no value at length."""
+    if not isinstance(value, Mapping):
+        raise ParamError("logit_bias", "logit_bias must map token ids to numbers")
+    checked = {}
+    for token, bias in value.items():
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ParamError("logit_bias", "logit_bias must map token ids, integers from 0, to numbers")
+        if not _is_number(bias) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise ParamError(
+                "logit_bias", f"logit_bias must hold numbers between {-MAX_BIAS:g} and {MAX_BIAS:g} only"
+            )
+        if bias != 0:
+            checked[token] = float(bias)
+    return MappingProxyType(checked)
 
 
 def _integer(param: str, value: object) -> int:

@@ -68,6 +68,7 @@ class TailLM:
         self.device = embedding.device
         self.layers = config.target_layers
         self.max_positions = config.max_positions
+        self.vocab_size = len(embedding)
         self._embedding = embedding
         self._target_pool = target_pool
         self._first = target_pool.keys.shape[0] - config.num_layers

@@ -11,6 +11,7 @@ from tree.policies.talon import Talon
 
 PLAIN = "ar"
 """The schedule without speculation."""
+_LONGEST_CHAIN = 8
 
 
 def build_schedules(
@@ -21,14 +22,15 @@ def build_schedules(
     word: str,
     ngram: str = "ngram",
     min_probability: float = 0.0,
+    min_expansion: float = 0.0,
     width: int = 4,
 ) -> dict[str, Schedule]:
     """Every schedule that `small`, `medium` and `ngram` (names of drafters) can serve, by schedule name.
 
     `small` may be the n-gram drafter itself. `budget` is the number of verified nodes per step, root included, and
-    `min_probability` the path probability below which a node is not verified; `width` are the nodes expanded
-    per drafting step and their children; `word` is the plan of `treegraft`. Without a medium drafter the schedules that need
-    one are left out.
+    `min_probability` the path probability below which a node is not verified, `min_expansion` the one below which drafters do
+    not look further; `width` are the nodes expanded per drafting step and their children; `word` is the plan of `treegraft`.
+    Without a medium drafter the schedules that need one are left out, and so are a model's where the small drafter is none.
     """
     graft = TreeGraft(
         steps=max(5, len(word)),
@@ -36,6 +38,7 @@ def build_schedules(
         width=width,
         budget=budget,
         min_probability=min_probability,
+        min_expansion=min_expansion,
         small=small,
         medium=medium or "medium",
     )
@@ -50,14 +53,29 @@ def build_schedules(
         ),
         Schedule("small", "the small drafter alone", graft, Always(Action.SMALL), {Action.SMALL: small}),
     ]
+    chain = Chain(min(budget - 1, _LONGEST_CHAIN))
+    talon = Talon(budget=budget, first_width=min(10, max(budget // 4, 1)), depth_cap=16)
+    if small != ngram:
+        drafter = {Action.SMALL: small}
+        schedules += [
+            Schedule("chain-small", "one token after another from the small drafter", chain, Always(Action.SMALL), drafter),
+            Schedule(
+                "talon-small",
+                "the small drafter alone, tree shape gated by its confidence (arXiv 2601.07353)",
+                talon,
+                Always(Action.SMALL),
+                drafter,
+            ),
+        ]
     if medium is not None:
         neural = {Action.MEDIUM: medium}
         schedules += [
             Schedule("medium", "the medium drafter alone", graft, Always(Action.MEDIUM), neural),
+            Schedule("chain-medium", "one token after another from the medium drafter", chain, Always(Action.MEDIUM), neural),
             Schedule(
                 "talon",
                 "the medium drafter alone, tree shape gated by its confidence (arXiv 2601.07353)",
-                Talon(budget=budget, first_width=min(10, max(budget // 4, 1)), depth_cap=16),
+                talon,
                 Always(Action.MEDIUM),
                 neural,
             ),

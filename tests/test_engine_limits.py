@@ -9,7 +9,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.request import FinishReason, RequestError
+from scheduler.schedule import Action, Always, Schedule
 from tests.engine_world import World, greedy_reference, self_draft_chain
+from tree.graft import TreeGraft
 
 TinyModel = Callable[..., PreTrainedModel]
 DRAFTERS = ("hostile", "self")
@@ -139,3 +141,12 @@ def test_budget_one_is_plain_decoding(tiny_model: TinyModel) -> None:
             assert stats.num_drafted == 0 and stats.num_verified_nodes == stats.num_steps
             wide = world.run("abc", schedule, budget=3).stats
             assert all(drafted <= 2 for drafted in wide.drafted)
+
+
+def test_a_plan_that_names_one_of_two_drafters_for_ever_ends(tiny_model: TinyModel) -> None:
+    """A drafter that is turned away again and again must not keep the engine asking: nobody else would be served."""
+    target = tiny_model("llama", 40, 1)
+    both = {Action.SMALL: "ngram", Action.MEDIUM: "medium"}
+    stubborn = Schedule("stubborn", "test", TreeGraft(small="ngram", steps=2), Always(Action.MEDIUM), both)
+    with World(target, medium=target, schedules=[stubborn]) as world:
+        assert len(world.run([1, 2, 3], "stubborn", max_tokens=12).tokens) == 12

@@ -47,6 +47,7 @@ class TreeGraft:
     pool: Literal["paper", "lookback"] = "paper"  # lookback: the released code's medium pool, which forgets P
     lookback: int = 5  # depths above the newest layer that the lookback pool reaches
     min_probability: float = 0.0  # path probability below which a node is not worth a row of the target's forward
+    min_expansion: float = 0.0  # path probability below which a node is not worth a drafter's look at what follows it
     max_nodes: int = 511  # size of the working tree, root included
     rank: Literal["rescored", "before"] = "rescored"  # before: choose the medium's frontier by the scores it found
     small: str = "small"
@@ -56,8 +57,9 @@ class TreeGraft:
         for name in ("steps", "frontier", "width", "budget", "max_nodes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0.0 <= self.min_probability <= 1.0:
-            raise ValueError(f"min_probability must be between 0 and 1, got {self.min_probability}")
+        for name in ("min_probability", "min_expansion"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must be between 0 and 1, got {getattr(self, name)}")
         if self.lookback < 0:
             raise ValueError(f"lookback must be at least 0, got {self.lookback}")
         if self.pool not in ("paper", "lookback"):
@@ -212,5 +214,7 @@ class GraftGrowth:
             node = child
 
     def _open(self, nodes: Sequence[int]) -> list[int]:
-        """Those of `nodes` that may get children, ascending."""
-        return sorted(v for v in set(nodes) if self._limits.is_open(self.tree, v))
+        """Those of `nodes` that may get children and are worth it, ascending."""
+        least = self._policy.min_expansion
+        floor = math.log(least) if least > 0.0 else -math.inf
+        return sorted(v for v in set(nodes) if self.tree.score[v] >= floor and self._limits.is_open(self.tree, v))

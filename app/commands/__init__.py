@@ -6,6 +6,7 @@ import typer
 
 from app.commands.bench import bench
 from app.commands.config import config
+from app.commands.corpus import corpus
 from app.commands.distill import distill
 from app.commands.generate import generate
 from app.commands.prove import prove
@@ -16,6 +17,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "generate": generate,
     "prove": prove,
+    "corpus": corpus,
     "distill": distill,
     "config": config,
     "version": version,

@@ -17,8 +17,8 @@ def distill(
     out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the drafter, its log and its curves go.")],
     target: Annotated[str, typer.Option(help="Target model: 'embedded', a folder or a hub id.")] = "embedded",
     student: Annotated[
-        str, typer.Option(metavar="head:N|lm:N", help="Family and number of layers, e.g. head:1, head:3, lm:6.")
-    ] = "head:1",
+        str, typer.Option(metavar="head:N|lm:N", help="Family and number of layers: head:3, head:8, lm:6 or another lm.")
+    ] = "head:3",
     data: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Training data; none: FOLDER/data.")] = None,
     data_tokens: Annotated[int, typer.Option(min=1, help="Tokens the target writes, if they are not there yet.")] = 1_000_000,
     text: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="Text to learn from as well; repeatable.")] = None,
@@ -42,6 +42,7 @@ def distill(
     import torch
     from transformers.utils.logging import disable_progress_bar
 
+    from app.commands.loading import local_target
     from app.commands.serve import say
     from distill.run import Recipe, make_drafter
     from models.loading import choose_placement, load_model, load_tokenizer
@@ -69,9 +70,9 @@ def distill(
         seed=seed,
     )
     try:
-        source = _local(target, say)
+        extra = "\n".join(map(_read_text, text or ()))
+        source = local_target(target)
         placement = choose_placement(device, "fp32")
-        extra = "\n".join(path.read_text("utf-8") for path in text or ())
         tokenizer = load_tokenizer(source)
         with _bars() as bars:
             made = make_drafter(
@@ -89,16 +90,15 @@ def distill(
     say(made)
 
 
-def _local(target: str, say: Callable[[str], None]) -> str:
-    """The folder or hub id that `target` stands for."""
-    from app.config import Settings
-    from app.target import with_local_target
-    from models.embedded import EmbeddedTargetMissing, EmbeddedTargetUnusable
-
+def _read_text(path: Path) -> str:
+    """A text file's content. ValueError that names it if it is none, or empty."""
     try:
-        return with_local_target(Settings(target=target), say).target
-    except (EmbeddedTargetMissing, EmbeddedTargetUnusable) as error:
-        fail(describe(error))
+        content = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not a text in UTF-8: {error.reason} at byte {error.start}") from error
+    if not content.strip():
+        raise ValueError(f"{path}: an empty text")
+    return content
 
 
 @contextmanager
