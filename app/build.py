@@ -28,6 +28,7 @@ from models.causal_lm import CausalLM
 from models.loading import Placement, choose_placement, load_model, load_tokenizer, prepare
 from models.refusal import check_attention
 from models.threads import no_helpers
+from scheduler.definitions import define_schedule
 from scheduler.registry import build_schedules, check_budget
 
 _MAX_BUDGET = 511  # nodes per tree, root included; what a working tree holds at most
@@ -92,6 +93,10 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         width=4 if placement.device.type == "cpu" else 10,
         word=settings.plan,
     )
+    for name, definition in settings.define.items():
+        if name in schedules:
+            raise ValueError(f"define: a schedule {name!r} is there already")
+        schedules[name] = define_schedule(name, available=list(drafters), **definition.model_dump())
     engine = Engine(
         target=target,
         drafters=drafters,
@@ -104,6 +109,7 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         max_model_len=max_model_len,
         limits=limits,
         max_budget=_MAX_BUDGET,
+        allow_lossy=settings.allow_lossy,
     )
     progress(f"schedules: {', '.join(schedules)}; default: {engine.default_schedule}; {num_rows} cache rows")
     return LoadedEngine(engine, tokenizer)

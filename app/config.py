@@ -6,19 +6,34 @@ production. The object is frozen: what is chosen automatically later on is recor
 
 from __future__ import annotations
 
+import json
 import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 ENV_PREFIX = "GRAFTSERVE_"
 EMBEDDED = "embedded"  # the default target, which an installed wheel brings along
 CONFIG_VARIABLE = "GRAFTSERVE_CONFIG"  # names the file; not itself a setting
 CACHE_VARIABLE = "GRAFTSERVE_CACHE"  # folder of converted models, read by models.embedded; not a setting either
+
+
+class ScheduleDefinition(BaseModel):
+    """A schedule of the user's own: see `scheduler.definitions`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str
+    options: dict[str, Any] = {}
+    plan: str = Field(default="S*", pattern=r"^([SM]\*|[SM]+\.*)$")
+    drafters: dict[str, str] = {}
+    verifier: str = "walk"
+    greedy_verifier: str = "greedy"
+    description: str = ""
 
 
 class Settings(BaseSettings):
@@ -45,6 +60,12 @@ class Settings(BaseSettings):
     )
     schedule: str | None = Field(
         default=None, description="Schedule of requests that name none; none: chosen by the drafters."
+    )
+    define: dict[str, ScheduleDefinition] = Field(
+        default={}, description="Further schedules by name, as a JSON object: {NAME: {policy, options, plan, verifier, …}}."
+    )
+    allow_lossy: bool = Field(
+        default=False, description="Allow schedules whose verification changes the text; their answers say so."
     )
     budget: int | None = Field(
         default=None, ge=1, description="Nodes verified per step, root included; none: 8 on a CPU, 64 on an accelerator."
@@ -80,6 +101,12 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."
     )
+
+    @field_validator("define", mode="before")
+    @classmethod
+    def _from_json(cls, value: Any) -> Any:
+        # The command line has text only.
+        return json.loads(value) if isinstance(value, str) else value
 
     @field_validator("small", "medium", mode="before")
     @classmethod

@@ -7,7 +7,7 @@ after each token, first the end token, then stop strings, then the limits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from drafters.base import Drafter
 from engine.draft import commit_drafters, show_hidden
@@ -15,6 +15,7 @@ from engine.request import DrafterCount, FinishReason, StepStats
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
 from models.kv_cache import RowPool
+from tree.policies.adaptive_shape import AdaptiveShape
 from verify.base import Verdict
 
 
@@ -45,6 +46,10 @@ def commit(
     scored.draft.halts.extend(show_hidden(sequence, drafters, start, scored.hidden, fed))
     if sequence.request.keep_trees:
         sequence.trees.append(TreeRecord(tree, tuple(scored.nodes), verdict.path, verdict.extra))
+    policy = sequence.schedule.policy
+    if isinstance(policy, AdaptiveShape):  # the one policy that learns from what became of its trees
+        learned = policy.after(len(verdict.path), max(tree.depth))
+        sequence.schedule = replace(sequence.schedule, policy=learned)
     tokens = (*(tree.token[node] for node in verdict.path), verdict.extra)
     creators = (*(tree.creator[node] for node in verdict.path), "target")
     block = _append(sequence, tokens, creators, stop_tokens)

@@ -60,7 +60,8 @@ def test_command_line_over_environment_over_file(tmp_path: Path, monkeypatch: py
 
 def test_printed_settings_are_a_file_that_gives_the_same_settings(tmp_path: Path) -> None:
     """The printed record is worthless as a bug report if it cannot be run again."""
-    _, shown, _ = run("config", "--target", 'C:\\models\\"odd" näme', "--small", "none", "--stall-s", "2.5")
+    _, shown, _ = run("config", "--target", 'C:\\models\\"odd" näme', "--small", "none", "--stall-s", "2.5",
+        "--define", '{"mine": {"policy": "eagle", "options": {"width": 3}, "description": "it\'s mine"}}')
     file = tmp_path / "settings.toml"
     file.write_text(shown)
     assert 'small = "none"' in shown.splitlines()

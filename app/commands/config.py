@@ -16,5 +16,7 @@ def config(settings: Settings) -> None:
     for name, value in settings.model_dump(mode="json").items():
         if value is None and Settings.model_fields[name].default is not None:
             value = "none"  # turned off, where leaving it out would mean the default
+        if isinstance(value, dict):  # an object's JSON is no TOML; as a string it is, and is read back like the command line's
+            value = json.dumps(value, ensure_ascii=False)
         # TOML has no null; JSON's strings, numbers and booleans are TOML's.
         typer.echo(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}")
