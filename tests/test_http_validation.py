@@ -116,6 +116,30 @@ def test_missing_prompt_and_messages_are_named(server: Server) -> None:
         ("seed", 1.5),
         ("stop", ""),
         ("stop", ["a", ""]),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_p", "0.1"),
+        ("presence_penalty", 2.1),
+        ("presence_penalty", True),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "1"),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("logit_bias", []),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1.0": 1}),
+        ("logit_bias", {"007": 1}),
+        ("logit_bias", {"\u0661": 1}),
+        ("logit_bias", {"9" * 4000: 1}),
+        ("logit_bias", {"10000000": 5}),
+        ("logit_bias", {"5": 100.5}),
+        ("logit_bias", {"5": -101}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"5": "1"}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {"5": 10**400}),
         ("stop", ["x"] * 17),
         ("stop", 5),
         ("stream", "yes"),
@@ -139,8 +163,39 @@ def test_possible_values_of_top_k_are_served(server: Server, top_k: int) -> None
     assert server.complete(top_k=top_k).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "taken"),
+    [
+        ("min_p", 0.5, 0.5),
+        ("min_p", 1, 1.0),
+        ("min_p", None, 0.0),
+        ("presence_penalty", 0.5, 0.5),
+        ("presence_penalty", -2, -2.0),
+        ("frequency_penalty", -1, -1.0),
+        ("frequency_penalty", None, 0.0),
+        ("repetition_penalty", 1.2, 1.2),
+        ("repetition_penalty", None, 1.0),
+        ("logit_bias", {"5": 100, "0": -100.0, "258": 0.5}, {5: 100.0, 0: -100.0, 258: 0.5}),
+        ("logit_bias", {"5": 0}, {}),
+        ("logit_bias", None, {}),
+    ],
+)
+def test_what_shapes_the_distribution_reaches_the_engine(server: Server, name: str, value: object, taken: object) -> None:
+    """Accepted and then ignored, a parameter would be worse than refused."""
+    assert server.complete(**{name: value}).status_code == 200
+    assert server.chat(**{name: value}).status_code == 200
+    assert [getattr(request.sampling, name) for request in server.engine.submitted] == [taken, taken]
+
+
+def test_a_bias_that_is_not_finite_is_refused(server: Server) -> None:
+    """Python reads these although they are no JSON; one would spoil the row."""
+    for literal in ("NaN", "Infinity", "-Infinity", "1e999"):
+        refused(post_text(server, '{"prompt": "hi", "logit_bias": {"5": ' + literal + "}}"), "logit_bias")
+    alive(server)
+
+
 @pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "1e999"])
-@pytest.mark.parametrize("name", ["temperature", "top_p", "seed", "presence_penalty"])
+@pytest.mark.parametrize("name", ["temperature", "top_p", "seed", "min_p", "presence_penalty", "repetition_penalty"])
 def test_numbers_that_are_not_finite_are_refused(server: Server, name: str, literal: str) -> None:
     """Python reads these although they are no JSON; one of them in a softmax spoils a whole batch."""
     body = f'{{"prompt": "hi", "{name}": {literal}}}'
@@ -201,15 +256,11 @@ def test_text_with_half_a_surrogate_pair_is_refused(server: Server) -> None:
         ("echo", True),
         ("logprobs", 1),
         ("logprobs", 0),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("logit_bias", {"10000000": 5}),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
         ("stop_token_ids", [10000000]),
         ("min_tokens", 20),
-        ("min_p", 0.5),
         ("suffix", "x"),
     ],
 )
@@ -356,6 +407,9 @@ def test_a_body_of_a_million_wrong_items_gets_one_complaint(server: Server) -> N
         server.chat(messages=many),
         server.complete(stop=many),
         server.complete(prompt=["a", *many]),
+        server.complete(logit_bias={f"x{i}": 1 for i in range(100_000)}),
+        server.complete(logit_bias={str(i): "x" for i in range(100_000)}),
+        server.complete(logit_bias={str(i): 1 for i in range(100_000)}),
         server.complete(**{f"x{i}": 1 for i in range(100_000)}),
         server.chat(messages=[{"role": "user", "content": many}]),
     ):

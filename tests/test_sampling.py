@@ -18,12 +18,15 @@ from models.sampling import ParamError, SamplingParams, probabilities, random_ex
 
 
 def reference(logits: list[float], params: SamplingParams) -> list[float]:
-    """Temperature, top-k, top-p of one row, the slow way; gives the example up where rounding would decide."""
+    """Temperature, min-p, top-k, top-p of one row, the slow way; gives the example up where rounding would decide."""
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
     if params.temperature < 1e-5:
         return [float(i == order[0]) for i in range(len(logits))]
     weights = [math.exp((x - max(logits)) / params.temperature) for x in logits]
-    kept = order[: params.top_k or len(order)]
+    likely = [i for i in order if weights[i] >= params.min_p]  # the likeliest token's weight is 1
+    if params.min_p > 0:
+        assume(all(abs(weight / params.min_p - 1) > 1e-5 for weight in weights if weight < 1))
+    kept = likely[: params.top_k or len(order)]
     total = math.fsum(weights[i] for i in kept)
     mass, nucleus = 0.0, []
     for i in kept:
@@ -47,14 +50,15 @@ LOGITS = st.lists(st.one_of(st.integers(-4, 4).map(lambda i: i / 2), st.just(-ma
     st.sampled_from([0.0, 1e-6, 1e-5, 0.2, 0.7, 1.0, 1.2, 2.0]),
     st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
     st.integers(0, 14),
+    st.one_of(st.just(0.0), st.sampled_from([1e-300, 0.05, 0.3, 1.0]), st.floats(0.001, 1.0)),
 )
 def test_rows_equal_a_plain_python_reference(
-    rows: list[list[float]], temperature: float, top_p: float, top_k: int
+    rows: list[list[float]], temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
     """A wrong support or mass changes what the model says, and no verifier can notice."""
     logits = rows[0]
     assume(max(logits) > -math.inf)
-    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
     expected = torch.tensor(reference(logits, params), dtype=torch.float32)
     row = probabilities(torch.tensor([logits]), params)[0]
     assert row.dtype == torch.float32
@@ -62,7 +66,25 @@ def test_rows_equal_a_plain_python_reference(
     assert torch.equal(row > 0, expected > 0)
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"top_p": 0.6}, {"top_k": 5, "top_p": 0.7, "temperature": 0.5}])
+def test_top_p_and_top_k_look_at_what_min_p_left() -> None:
+    """0.75 of (0.4, 0.3, 0.2) is two tokens, of the whole row three; the other order would keep the third."""
+    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
+    assert probabilities(logits, SamplingParams(top_p=0.75))[0].count_nonzero() == 3
+    assert probabilities(logits, SamplingParams(top_p=0.75, min_p=0.4))[0].count_nonzero() == 2
+    assert probabilities(logits, SamplingParams(top_k=3, min_p=0.6))[0].count_nonzero() == 2
+
+
+def test_min_p_keeps_all_that_tie_with_the_likeliest() -> None:
+    """A threshold, not a rank: of equally likely tokens all are kept or none, and the likeliest always is."""
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.999], [-math.inf, -50.0, -math.inf, -math.inf]])
+    p = probabilities(logits, SamplingParams(min_p=1.0))
+    assert p.tolist() == [[0.0, 0.5, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.7, "temperature": 0.5, "min_p": 0.05}],
+)
 def test_a_row_does_not_depend_on_the_rows_beside_it(params: dict[str, float]) -> None:
     """Otherwise tree nodes would be judged by what else is in the tree."""
     logits = torch.randn(7, 40, generator=torch.Generator().manual_seed(0)).mul(2).round(decimals=0)
@@ -121,7 +143,10 @@ def test_extreme_logits_stay_finite() -> None:
     assert probabilities(logits, SamplingParams(temperature=1e-5)).tolist() == [[1, 0, 0]]
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.5}])
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 2, "top_p": 0.5, "min_p": 0.1}],
+)
 @pytest.mark.parametrize("bad", [[1.0, math.nan, 0.0], [1.0, math.inf, 0.0], [-math.inf] * 3])
 def test_rows_without_a_distribution_are_nan_and_harm_no_other(bad: list[float], params: dict[str, float]) -> None:
     """A broken row that looks like a distribution would be served as text."""
@@ -145,6 +170,12 @@ def test_logits_are_left_as_they_were() -> None:
         *(("top_p", v) for v in (0, 0.0, -0.1, 1.0001, math.nan, "1", None)),
         *(("top_k", v) for v in (-2, 1.5, "1", None, True)),
         *(("seed", v) for v in (2**63, -(2**63) - 1, 1.0, "1", None)),
+        *(("min_p", v) for v in (-0.01, 1.01, math.nan, "0", None, True)),
+        *(("presence_penalty", v) for v in (-2.01, 2.01, math.nan, math.inf, "0", None, True, 10**400)),
+        *(("frequency_penalty", v) for v in (-2.01, 2.01, math.nan, -math.inf, "0", None, True)),
+        *(("repetition_penalty", v) for v in (0, -0.0, -1.0, math.nan, math.inf, "1", None, True)),
+        *(("logit_bias", v) for v in (None, [(1, 2.0)], {"1": 2.0}, {-1: 2.0}, {True: 2.0}, {1.0: 2.0})),
+        *(("logit_bias", {3: v}) for v in (100.1, -100.1, math.nan, math.inf, "1", None, True, 10**400)),
     ],
 )
 def test_impossible_values_are_refused_by_name(field: str, value: object) -> None:
@@ -163,6 +194,35 @@ def test_possible_values_are_taken() -> None:
     logits = torch.randn(1, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(probabilities(logits, SamplingParams(top_k=10**9)), probabilities(logits, SamplingParams()))
     assert SamplingParams(temperature=9e-6).greedy and not SamplingParams(temperature=1e-5).greedy
+
+
+def test_parameters_are_plain_until_something_changes_the_logits() -> None:
+    """Requests without penalties must not pay for them; what only cuts the distribution changes no logit."""
+    assert SamplingParams(temperature=0.3, top_p=0.5, top_k=3, min_p=0.2, logit_bias={4: 0}).is_plain
+    assert not SamplingParams(logit_bias={4: 1}).is_plain and not SamplingParams(logit_bias={4: 1}).penalizes
+    for name, value in (("presence_penalty", -1), ("frequency_penalty", 0.1), ("repetition_penalty", 0.9)):
+        assert SamplingParams(**{name: value}).penalizes and not SamplingParams(**{name: value}).is_plain  # type: ignore[arg-type]
+
+
+def test_a_bias_is_copied_and_cannot_be_changed() -> None:
+    """A caller who reuses the dictionary would change a request in flight."""
+    mine = {4: 1}
+    params = SamplingParams(logit_bias=mine)
+    mine[5] = 100
+    assert dict(params.logit_bias) == {4: 1.0}
+    with pytest.raises(TypeError):
+        params.logit_bias[4] = 2.0  # type: ignore[index]
+    assert params == SamplingParams(logit_bias={4: 1.0}) != SamplingParams()
+    assert len({params, SamplingParams(logit_bias={4: 1.0})}) == 1
+
+
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
+    """Such an id has written into a neighbor's row elsewhere."""
+    SamplingParams(logit_bias={9: 1.0}).check_vocab(10)
+    SamplingParams().check_vocab(0)
+    with pytest.raises(ParamError, match="token id 9 is outside the vocabulary of 9") as error:
+        SamplingParams(logit_bias={9: 1.0}).check_vocab(9)
+    assert error.value.param == "logit_bias"
 
 
 GOLDEN = {
