@@ -91,6 +91,7 @@ def check_request(
     bad = next((token for token in request.prompt if not 0 <= token < vocab_size), None)
     if bad is not None:
         raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}", param="prompt")
+    request.sampling.check_vocab(vocab_size)
     needed = rows_needed(num_prompt, request.max_tokens, schedule.budget, max_model_len)
     if needed > num_rows:
         raise RequestError(
