@@ -32,7 +32,7 @@ from models.draft_head import DraftHead
 from models.eagle3 import Eagle3Checkpoint, place_eagle3
 from models.eagle3_config import is_eagle3
 from models.head_lm import HeadLM
-from models.loading import Placement, load_model, load_tokenizer, prepare
+from models.loading import Placement, load_model, load_tokenizer, prepare_drafter
 from models.refusal import check_attention
 from models.tail_lm import TailLM
 from models.truncated import truncate
@@ -87,11 +87,11 @@ def load(name: str, role: str, target: nn.Module, tokenizer: Any, placement: Pla
         raise ValueError(f"{role} = {PRETRAINED!r}: no drafter of this role is shipped; make one with `graftserve distill`")
     if is_drafter_folder(path):
         module, ids = load_drafter(path, target, tokenizer_hash=tokenizer_hash(tokenizer), dtype=placement.dtype)
-        return LoadedDrafter(name, prepare(module, placement), ids.tolist())
+        return LoadedDrafter(name, prepare_drafter(module, placement), ids.tolist())
     if _names_eagle3(name):
         checkpoint = check_eagle3(name, target=target, tokenizer=tokenizer)
         return LoadedDrafter(name, checkpoint.head, eagle3=checkpoint)
-    model = prepare(load_model(name, placement), placement)
+    model = prepare_drafter(load_model(name, placement), placement)
     check_same_vocab(tokenizer, load_tokenizer(name), vocab_size(target), vocab_size(model))
     return LoadedDrafter(name, model)
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from models.draft_head import DraftHead, HeadConfig
 from models.eagle3_config import read_head_config, verifier_name
 from models.head_lm import HeadLM
-from models.loading import ModelNotFound, Placement, prepare
+from models.loading import ModelNotFound, Placement, prepare_drafter
 from models.refusal import UnservableModel
 
 Weights = dict[str, torch.Tensor]
@@ -100,7 +100,7 @@ def place_eagle3(
     head = checkpoint.head.to(embedding.device, embedding.dtype)
     for layer in head.layers:
         layer.join()  # type: ignore[operator]
-    prepare(head, placement)
+    prepare_drafter(head, placement)
     return HeadLM(head, embedding, num_rows=num_rows)
 
 

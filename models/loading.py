@@ -12,7 +12,15 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from models.packed import PackedLinear, fp16_packing_available, fp32_packing_available, fuse_norms, pack_linears
+from models.packed import (
+    ByteLinear,
+    PackedLinear,
+    byte_packing_available,
+    fp16_packing_available,
+    fp32_packing_available,
+    fuse_norms,
+    pack_linears,
+)
 from models.refusal import UnservableModel, check_config, check_weights
 
 Weights = Literal["auto", "fp16", "fp32", "bf16"]
@@ -103,6 +111,15 @@ def prepare(model: nn.Module, placement: Placement) -> nn.Module:
             pack_linears(model)
         elif placement.weights == "fp32" and fp32_packing_available():
             pack_linears(model, PackedLinear)
+    return model
+
+
+def prepare_drafter(model: nn.Module, placement: Placement) -> nn.Module:
+    """As `prepare`, for a model that only guesses: where a CPU would have its layers in half precision, they get eight bits."""
+    if placement.device.type != "cpu" or placement.weights != "fp16" or not byte_packing_available():
+        return prepare(model, placement)
+    fuse_norms(model)
+    pack_linears(model, ByteLinear)
     return model
 
 

@@ -12,12 +12,14 @@ from torch import nn
 
 from models import loading, packed, toy
 from models.causal_lm import CausalLM
-from models.loading import Placement, choose_placement, load_model, prepare
+from models.loading import Placement, choose_placement, load_model, prepare, prepare_drafter
 from models.packed import (
+    ByteLinear,
     FusedRMSNorm,
     GatedMLP,
     HalfLinear,
     PackedLinear,
+    byte_packing_available,
     fp16_packing_available,
     fp32_packing_available,
     fuse_norms,
@@ -238,3 +240,20 @@ def test_without_the_private_operations_float32_layers_stay_plain(monkeypatch: p
     assert choose_placement("cpu", "auto").weights == "fp32"
     with pytest.raises(ValueError, match="use 'fp32'"):
         choose_placement("cpu", "fp16")
+
+
+def test_eight_bits_are_close_and_only_for_drafters() -> None:
+    """A drafter may be a percent off; a target in eight bits would write another text with every batch."""
+    if not byte_packing_available():
+        pytest.skip("no eight-bit kernels here")
+    generator = torch.Generator().manual_seed(3)
+    weight, x = torch.randn(64, 96, generator=generator), torch.randn(5, 96, generator=generator)
+    with torch.inference_mode():
+        want, got = x @ weight.T, ByteLinear(weight, None)(x)
+    assert 0 < (want - got).norm() / want.norm() < 0.03
+    placement = Placement(torch.device("cpu"), "fp16")
+    layer = nn.Sequential(nn.Linear(96, 64, bias=False))
+    assert type(prepare(copy.deepcopy(layer), placement)[0]) is not ByteLinear
+    assert type(prepare_drafter(copy.deepcopy(layer), placement)[0]) is ByteLinear
+    exact = Placement(torch.device("cpu"), "fp32")
+    assert type(prepare_drafter(copy.deepcopy(layer), exact)[0]) is not ByteLinear, "fp32 promises exact weights"
