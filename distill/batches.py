@@ -83,15 +83,21 @@ class Texts:
         return [self.batch(self.held_out[i : i + size]) for i in range(0, len(self.held_out), size)]
 
     def frequent_ids(self, count: int) -> torch.Tensor:
-        """The `count` ids that the target chose most often as its first choice or wrote itself, ascending, int64."""
+        """The `count` ids that the target wrote, or had among its four likeliest, most often in answers; ascending, int64.
+
+        ValueError if there is no answer in any text.
+        """
         counts: torch.Tensor | None = None
         for shard in self.shards:
             answers = shard.kinds == Kind.ANSWER
+            if not answers.any():
+                continue
             ids = torch.cat((shard.top_ids[answers][:, :4].flatten(), shard.tokens[answers])).long()
             size = max(int(ids.max()) + 1, len(counts) if counts is not None else 0)
             more = torch.bincount(ids, minlength=size)
             counts = more if counts is None else more + torch.nn.functional.pad(counts, (0, size - len(counts)))
-        assert counts is not None
+        if counts is None:
+            raise ValueError("no text is long enough to hold an answer; make them longer, in another folder")
         best = counts.topk(min(count, len(counts))).indices
         return best.sort().values
 

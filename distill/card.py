@@ -23,8 +23,7 @@ def model_card(info: DrafterInfo, log: list[dict[str, Any]]) -> str:
         + (f", and {training['extra_tokens']:,} tokens of given text" if training.get("extra_tokens") else ""),
         f"* training: {last['tokens']:,} tokens read, {last['step']:,} steps, {last['seconds'] / 60:.0f} minutes",
         "",
-        "Agreement with the target's first choice on held-out answers of the target (half of them sampled at temperature 0.7), "
-        "given that all tokens drafted before are right:",
+        f"Agreement with the target's first choice on {_held_out(training)}, given that all tokens drafted before are right:",
         "",
         "| depth | agreement | KL divergence, nats |",
         "|---|---|---|",
@@ -32,3 +31,9 @@ def model_card(info: DrafterInfo, log: list[dict[str, Any]]) -> str:
     for depth, (hit, nats) in enumerate(zip(last["agreement"], last["divergence"], strict=True), start=1):
         lines.append(f"| {depth} | {hit:.3f} | {nats:.2f} |")
     return "\n".join(lines) + "\n"
+
+
+def _held_out(training: dict[str, Any]) -> str:
+    if training.get("extra_tokens"):  # the first texts of the data are held out, and those are the given ones
+        return "held-out texts, given ones first"
+    return "held-out answers of the target (half of them sampled at temperature 0.7)"

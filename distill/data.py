@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from distill.dialogue import Turns
-from distill.shards import check_manifest, read, shard_path, write
+from distill.shards import check_manifest, read, shard_path, shard_paths, write
 from distill.writing import Writer, conversations, readings, write_shard
 from models.lockstep import LockstepLM
 
@@ -42,18 +43,20 @@ def write_data(
     First come the texts of `extra_text` (token ids), then conversations of the target with itself. `report` is told of tokens
     as they are written. ValueError if the folder holds data of another target or plan, or if nothing can be written.
     """
-    check_manifest(
-        folder,
-        {
-            "tokenizer_hash": tokenizer_hash,
-            "layers": list(layers),
-            "length": plan.length,
-            "texts": plan.texts,
-            "seed": plan.seed,
-            "extra_tokens": len(extra_text),
-        },
-    )
     cut = readings(extra_text, plan.length)
+    if extra_text and not cut:
+        raise ValueError(f"the given text has {len(extra_text)} tokens, fewer than one training text of length = {plan.length}")
+    manifest = {
+        "tokenizer_hash": tokenizer_hash,
+        "layers": list(layers),
+        "length": plan.length,
+        "texts": plan.texts,
+        "seed": plan.seed,
+        "extra_tokens": len(extra_text),
+    }
+    if extra_text:  # another text may have as many tokens
+        manifest["extra_hash"] = hashlib.sha256(" ".join(map(str, extra_text)).encode()).hexdigest()
+    check_manifest(folder, manifest)
     num_extra = -(-len(cut) // plan.texts)  # shards
     num_shards = max(-(-plan.tokens // (plan.length * plan.texts)), num_extra)
     missing = [index for index in range(num_shards) if not shard_path(folder, index).exists()]
@@ -74,6 +77,4 @@ def write_data(
 
 def count_tokens(folder: Path) -> int:
     """Tokens that a data folder holds."""
-    from distill.shards import shard_paths
-
     return sum(read(path).tokens.numel() for path in shard_paths(folder))

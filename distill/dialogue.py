@@ -51,11 +51,16 @@ class Turns:
         begin, rest = whole.split(marks[0])
         answer, rest = rest.split(marks[1])
         user, end = rest.split(marks[2])
+        if not answer or not user:
+            raise ValueError("the chat template has nothing between its messages; give texts of your own with --text")
 
         def encode(text: str) -> tuple[int, ...]:
             return tuple(tokenizer.encode(text, add_special_tokens=False))
 
-        ends = {ids[0] for text in (answer, user, end) if (ids := encode(text)) and ids[0] in tokenizer.all_special_ids}
+        # A template's own marks may be special without being the tokenizer's end of text.
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = {*tokenizer.all_special_ids, *(token_id for token_id, token in added.items() if token.special)}
+        ends = {ids[0] for text in (answer, user, end) if (ids := encode(text)) and ids[0] in special}
         return Turns(encode(begin), encode(answer), encode(user), stops | ends)
 
 

@@ -23,7 +23,8 @@ def divergence(logits: torch.Tensor, teaching: Teaching) -> torch.Tensor:
     Tokens outside the student's vocabulary count to that rest, to which the student gives what it has left.
     """
     lps = logits.float().log_softmax(dim=-1)
-    known = teaching.top_ids >= 0
+    # What the target excludes entirely is minus infinity there, and 0 * inf is not 0.
+    known = (teaching.top_ids >= 0) & torch.isfinite(teaching.top_lps)
     p = teaching.top_lps.float().exp().masked_fill(~known, 0.0)
     q_lps = lps.gather(1, teaching.top_ids.clamp(min=0)).masked_fill(~known, 0.0)
     p_rest = (1.0 - p.sum(dim=-1)).clamp(min=1e-6)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 TOP = 32  # tokens per position whose log-probabilities are kept
@@ -40,9 +40,12 @@ def write(shard: Shard, path: Path) -> None:
 
 
 def read(path: Path) -> Shard:
-    """A shard, its tensors mapped from the file."""
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-        return Shard(**{name: file.get_tensor(name) for name in Shard.__slots__})
+    """A shard, its tensors mapped from the file. ValueError if it is damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            return Shard(**{name: file.get_tensor(name) for name in Shard.__slots__})
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, and the next run writes it anew") from error
 
 
 def shard_path(folder: Path, index: int) -> Path:
@@ -60,19 +63,22 @@ def check_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _MANIFEST
     if not path.exists():
-        path.write_text(json.dumps(manifest, indent=2) + "\n")
+        partial = path.with_suffix(".part")
+        partial.write_text(json.dumps(manifest, indent=2) + "\n")
+        partial.rename(path)
         return
-    found = json.loads(path.read_text())
+    found = _read_manifest(path)
     for name, value in manifest.items():
         if found.get(name) != value:
             there = found.get(name)
             raise ValueError(f"{folder} holds data with {name} = {there!r}, this run has {value!r}; give another folder")
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What the data of `folder` depends on. ValueError if there is none."""
-    path = folder / _MANIFEST
-    if not path.exists():
-        raise ValueError(f"{folder} holds no training data (no {_MANIFEST})")
-    manifest: dict[str, Any] = json.loads(path.read_text())
-    return manifest
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not readable: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is not an object")
+    return found

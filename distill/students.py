@@ -7,7 +7,7 @@ reads tokens only. Both share the target's embedding and output rows, which stay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,12 @@ class HeadStudent(nn.Module):
         to_draft = torch.full((len(embedding),), -1, dtype=torch.int64)
         to_draft[head.id_map] = torch.arange(len(head.id_map))
         self.register_buffer("to_draft", to_draft, persistent=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> HeadStudent:
+        """The target's layers are no part of the student, but they go to the device that it goes to."""
+        for layer in self._tail:
+            layer._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def predict(self, batch: Batch, generator: torch.Generator) -> list[Prediction]:
         """One prediction per depth."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -74,7 +75,8 @@ def train(
 ) -> Progress:
     """Train to the end of the plan, or until `until` says so; the state lies in `folder` and a later call goes on from there.
 
-    `report` is called after every step. Raises ValueError if `folder` holds the state of another plan.
+    `report` is called after every step. Raises ValueError if `folder` holds the state of another plan or student, and
+    ArithmeticError if the loss or its gradient is no longer a number.
     """
     folder.mkdir(parents=True, exist_ok=True)
     device = next(student.parameters()).device
@@ -82,9 +84,11 @@ def train(
     optimizers = _optimizers(trained, plan)
     base = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     progress = _resume(student, optimizers, plan, folder)
+    noted = _forget_later(folder, progress)
     if not progress.agreement:
         _evaluate(student, texts, progress, device)
         _note(folder, progress)
+        noted = progress.step
     saved, next_look = time.monotonic(), progress.tokens + plan.evaluate_every
     while progress.tokens < plan.tokens and not until(progress):
         start = time.monotonic()
@@ -95,11 +99,14 @@ def train(
         loss = _loss(predictions, plan)
         if not torch.isfinite(loss):
             raise ArithmeticError(f"the loss is {loss.item()} at step {progress.step}; try a smaller learning rate")
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, plan.clip)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        if loss.requires_grad:  # else there is no answer in these texts
+            loss.backward()
+            size = nn.utils.clip_grad_norm_(trained, plan.clip)
+            if not torch.isfinite(size):  # one such step, saved, would spoil every later run
+                raise ArithmeticError(f"the gradient is {size.item()} at step {progress.step}; try a smaller learning rate")
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
         progress.step += 1
         progress.tokens += batch.num_tokens
         progress.seconds += time.monotonic() - start
@@ -110,9 +117,13 @@ def train(
             next_look += plan.evaluate_every
             _evaluate(student, texts, progress, device)
             _note(folder, progress)
+            noted = progress.step
         if time.monotonic() - saved > plan.save_every_s:
             _save(student, optimizers, plan, progress, folder)
             saved = time.monotonic()
+    if noted != progress.step:  # stopped early: the log should end with what is stored
+        _evaluate(student, texts, progress, device)
+        _note(folder, progress)
     _save(student, optimizers, plan, progress, folder)
     return progress
 
@@ -121,6 +132,19 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     """The evaluations of a run, oldest first."""
     path = folder / LOG
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def read_state(folder: Path) -> dict[str, Any] | None:
+    """What an interrupted or finished run has saved, on the CPU; None if there is nothing. ValueError if it is damaged."""
+    path = folder / STATE
+    if not path.exists():
+        return None
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = next(iter(str(error).splitlines()), "too short")
+        raise ValueError(f"{path} is damaged ({reason}); delete it to train from the beginning") from error
+    return state
 
 
 def _optimizers(trained: list[nn.Parameter], plan: TrainPlan) -> list[torch.optim.Optimizer]:
@@ -177,6 +201,27 @@ def _note(folder: Path, progress: Progress) -> None:
         file.write(json.dumps(line) + "\n")
 
 
+def _forget_later(folder: Path, progress: Progress) -> int:
+    """Drop what a killed run noted after it last saved: it will be noted again. Returns the step of the last line, or -1."""
+    path = folder / LOG
+    kept, last = [], -1
+    lines = path.read_text().splitlines() if path.exists() and progress.agreement else []
+    for line in lines:
+        try:
+            step = json.loads(line)["step"]
+        except (ValueError, KeyError, TypeError):  # half a line, from a full disk
+            break
+        if step > progress.step:
+            break
+        kept.append(line + "\n")
+        last = step
+    if path.exists():
+        partial = path.with_suffix(".part")
+        partial.write_text("".join(kept))
+        partial.rename(path)
+    return last
+
+
 def _save(
     student: nn.Module, optimizers: list[torch.optim.Optimizer], plan: TrainPlan, progress: Progress, folder: Path
 ) -> None:
@@ -194,18 +239,24 @@ def _save(
 
 
 def _resume(student: nn.Module, optimizers: list[torch.optim.Optimizer], plan: TrainPlan, folder: Path) -> Progress:
-    path = folder / STATE
-    if not path.exists():
+    state = read_state(folder)
+    if state is None:
         return Progress()
-    state = torch.load(path, weights_only=True)
     for name, value in asdict(plan).items():
         # Training longer, or saving and looking more or less often, is still the same run.
         if name not in ("tokens", "evaluate_every", "save_every_s") and state["plan"].get(name) != value:
             raise ValueError(f"{folder} holds a run with {name} = {state['plan'].get(name)}, not {value}; give another folder")
-    student.load_state_dict(state["student"])
+    found: dict[str, Any] = state["progress"]
+    if len(found["agreement"]) != student.depths:
+        raise ValueError(
+            f"{folder} holds a run with depths = {len(found['agreement'])}, not {student.depths}; give another folder"
+        )
+    try:
+        student.load_state_dict(state["student"])
+    except RuntimeError as error:
+        raise ValueError(f"{folder} holds the run of another kind of student; give another folder") from error
     for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(saved)
-    found: dict[str, Any] = state["progress"]
     found |= {name: tuple(found[name]) for name in ("agreement", "divergence")}
     return Progress(**found)
 
