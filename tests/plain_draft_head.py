@@ -33,7 +33,8 @@ def target_memory(
 ) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
     """Per layer, of the target's last `count`, the keys and values `[kv_heads, head_dim]` of every token, in float64."""
     target.config._attn_implementation = "eager"
-    cache = target(torch.tensor([list(tokens)]), use_cache=True).past_key_values
+    output = target(torch.tensor([list(tokens)]), use_cache=True)
+    cache = output["cache"] if "cache" in output else output["past_key_values"]  # renamed in transformers 5
     memory = []
     for layer in cache.layers[-count:]:
         keys, values = layer.keys[0].double(), layer.values[0].double()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 import drafters.tail
 from drafters.base import DraftRequest, Halt
 from drafters.tail import TailDrafter
-from models import toy
+from models import tail_lm, toy
 from models.attention import Segment
 from models.causal_lm import CausalLM
 from models.draft_head import DraftHead
@@ -76,7 +77,7 @@ class Listener:
             self.drafter.observe(self.state, int(piece[0]), hidden)
 
     def request(self, nodes: Sequence[int], width: int = 4, rescore: bool = False) -> DraftRequest:
-        return DraftRequest(self.state, self.tokens, self.tree, Ask(tuple(nodes), width, rescore), self.rows.view())
+        return DraftRequest(self.state, self.tokens, self.tree, Ask(tuple(nodes), width, rescore), target_rows=self.rows.view())
 
     def check(self, answer: Answer | Halt, ask: Ask) -> Answer:
         assert isinstance(answer, Answer), answer
@@ -158,6 +159,18 @@ def test_candidates_are_the_heads_best_along_every_path(options: dict[str, Any])
     setting.lm.pool.check()
 
 
+def test_rows_to_draw_from_are_the_heads_by_the_targets_ids() -> None:
+    """A tree that is drawn needs the whole distribution; ids that the head has no entry for are never drawn."""
+    setting = Setting()
+    listener = Listener(setting, [1, 2, 3])
+    request = replace(listener.request([0]), ask=Ask((0,), 2, wants_rows=True))
+    answer = setting.drafter.propose([request])[0]
+    assert isinstance(answer, Answer)
+    row = setting.plain.row(setting.target, listener.tokens)
+    want = torch.tensor([math.exp(row[token]) if token in row else 0.0 for token in range(VOCAB)])
+    assert answer.rows[0].shape == (VOCAB,) and torch.allclose(answer.rows[0].float(), want, atol=LP_TOLERANCE)
+
+
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_tree_of_others_is_entered_layer_by_layer_and_rescored(num_layers: int, seed: int) -> None:
@@ -171,17 +184,19 @@ def test_a_tree_of_others_is_entered_layer_by_layer_and_rescored(num_layers: int
     requests = [listener.request(rng.sample(range(12), 3), rescore=True) for listener in listeners]
     before = setting.lm.num_forwards
     answers = ask(listeners, requests)
-    outside = 0
-    for listener, request, answer in zip(listeners, requests, answers, strict=True):
+    outside, passes = 0, []
+    for index, (listener, request, answer) in enumerate(zip(listeners, requests, answers, strict=True)):
         tree = listener.tree
-        assert set(answer.rescored) == {node for node in range(1, 12) if tree.scorer[node] != "medium"}
-        deepest = max(tree.depth[node] for node in (*request.ask.nodes, *(tree.parent[node] for node in range(1, 12))))
-        assert deepest >= 2 and setting.lm.num_forwards - before <= max(max(l.tree.depth) for l in listeners) + 1
+        others = {node for node in range(1, 12) if tree.scorer[node] != "medium"}
+        assert set(answer.rescored) == others
+        deepest = max(tree.depth[node] for node in (*request.ask.nodes, *(tree.parent[node] for node in others)))
+        passes.append(deepest + index)  # only the second sequence's root is still to be entered
         outside += sum(lp == -math.inf for lp in answer.rescored.values())
         for node, lp in answer.rescored.items():
             tree.rescore(node, lp, "medium")
         tree.refresh()
         tree.check()
+    assert setting.lm.num_forwards - before == max(passes) > 2, "one pass per layer"
     assert outside, "no token outside the draft vocabulary was met; the test shows nothing of them"
     before = setting.lm.num_forwards
     for answer in setting.drafter.propose(requests):
@@ -259,7 +274,7 @@ def test_it_stops_when_it_does_not_know_what_the_target_has_read(missing: str) -
     tokens = [1, 2, 3] if missing == "rows" else [1, 2, 3, 4]
     if missing == "hidden":
         rows = np.append(rows, setting.served.pool.allocate(1))
-    request = DraftRequest(listener.state, tokens, TokenTree(tokens[-1]), Ask((0,), 2), rows)
+    request = DraftRequest(listener.state, tokens, TokenTree(tokens[-1]), Ask((0,), 2), target_rows=rows)
     assert setting.drafter.propose([request]) == [Halt("features")]
     assert setting.lm.pool.num_used == 0
 
@@ -324,8 +339,6 @@ def test_the_oracle_sees_a_flaw_in_the_masked_attention(of: str, monkeypatch: py
     """Negative control: one row of another sequence's text, or of its nodes, in everybody's sight."""
     setting = Setting()
     setting.lm.device = Accelerator("cpu")  # type: ignore[assignment]
-    from models import tail_lm
-
     union = tail_lm._union
 
     def leaky(spans: Sequence[Any]) -> Any:
@@ -403,7 +416,7 @@ def test_in_half_precision_it_says_nearly_the_same() -> None:
     state, tree = drafter.open(), TokenTree(text[-1])
     drafter.observe(state, 0, torch.stack([scores.hidden[layer] for layer in drafter.layers], dim=1))
     for node in (0, 1):
-        answer = drafter.propose([DraftRequest(state, text, tree, Ask((node,), 3), np.array(rows))])[0]
+        answer = drafter.propose([DraftRequest(state, text, tree, Ask((node,), 3), target_rows=np.array(rows))])[0]
         assert isinstance(answer, Answer)
         found = answer.candidates[node]
         row = exact.plain.row(exact.target, text, tree.path_tokens(node))
@@ -411,11 +424,9 @@ def test_in_half_precision_it_says_nearly_the_same() -> None:
         tree.add(node, found.tokens[0], found.lps[0], "medium")
 
 
-@pytest.mark.parametrize("shape", [(4, 1, 8), (4, 2, 16)], ids=["kv heads", "head size"])
+@pytest.mark.parametrize("shape", [(4, 1, 8), (4, 2, 16), (1, 2, 8)], ids=["kv heads", "head size", "layers"])
 def test_a_head_of_another_shape_than_the_targets_cache_is_refused(shape: tuple[int, int, int]) -> None:
     """It would fail in the first pass otherwise, in front of a user."""
-    head = tail_head(toy.tiny_causal_lm("llama", VOCAB, 3, layers=4))
+    head = tail_head(toy.tiny_causal_lm("llama", VOCAB, 3, layers=4), num_layers=2)
     with pytest.raises(ValueError, match="not shaped like the target's"):
         TailLM(head, torch.zeros(VOCAB, 32), RowPool(shape[0], 8, *shape[1:]), num_rows=8)
-    with pytest.raises(ValueError, match="not shaped like the target's"):
-        TailLM(head, torch.zeros(VOCAB, 32), RowPool(0, 8, 2, 8), num_rows=8)
