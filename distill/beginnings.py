@@ -18,7 +18,7 @@ from distill.batches import Batch, Texts
 from distill.regress import Regression
 from distill.students import target_attention
 from models.adapted import adapt
-from models.borrowed_layers import take_last_layers
+from models.borrowed_layers import layer_options, take_last_layers
 from models.draft_head import DraftHead, HeadConfig, HeadLayer
 from models.shared_lm import copy_layers, last_norm, output_rows, shared_lm
 
@@ -153,5 +153,5 @@ def head_config(
         project_fed_back=True,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         max_positions=config.max_position_embeddings,
-        rope=dict(getattr(config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}),
+        **layer_options(target),
     )

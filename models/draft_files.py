@@ -26,7 +26,6 @@ from models.shared_lm import output_rows, own_state, shared_lm
 MARK, FORMAT = "graftserve_drafter", 1
 _CONFIG, _WEIGHTS, _ID_MAP = "config.json", "model.safetensors", "id_map"
 
-_MATRICES = 7  # linear layers of a decoder layer
 
 Family = Literal["head", "lm"]
 
@@ -149,8 +148,10 @@ def _head(info: DrafterInfo, target: nn.Module, ids: torch.Tensor, folder: Path)
         raise UnservableModel(f"{folder}: {_CONFIG}: {_first_line(error)}") from error
     head.id_map.copy_(ids)
     if info.head.rank:
-        if take_last_layers(head, target) != _MATRICES * info.head.num_layers:
-            raise UnservableModel(f"{folder}: this drafter's layers are not shaped like the target's")
+        try:
+            take_last_layers(head, target)
+        except ValueError as error:
+            raise UnservableModel(f"{folder}: this drafter's layers are not the target's: {error}") from error
         adapt(head.layers, info.head.rank)
     if not info.head.own_output:
         head.output.weight = nn.Parameter(rows[ids.to(rows.device)].float().cpu(), requires_grad=False)

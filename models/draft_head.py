@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.functional import rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -53,6 +53,9 @@ class HeadConfig:
     norm_before_residual: bool = False  # "concat": the normed feature, not the feature itself, starts the residual stream
     norm_fed_back: bool = False  # what stands in for the features of drafted tokens comes from behind the last norm
     project_fed_back: bool = False  # ... and is brought to its place by a matrix of its own
+    attention_bias: bool = False  # of queries, keys and values
+    qk_norm: bool = False  # queries and keys are normed, head by head, before they are rotated
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     rank: int = 0  # of the difference between its layers and the target's last ones, which is all that is stored; 0: all is
     own_output: bool = False  # False: the output rows are the target's own, picked by the id map
     rms_norm_eps: float = 1e-5
@@ -85,9 +88,9 @@ class HeadLayer(nn.Module):
         self.index, self.config = index, config
         self.side_by_side = config.combine == "concat" and index == 0
         width = 2 * hidden if self.side_by_side else hidden
-        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=False)
+        self.q_proj = nn.Linear(width, config.num_heads * config.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(width, config.num_kv_heads * config.head_dim, bias=config.attention_bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, hidden, bias=False)
         self.gate_proj = nn.Linear(hidden, wide, bias=False)
         self.up_proj = nn.Linear(hidden, wide, bias=False)
@@ -95,6 +98,8 @@ class HeadLayer(nn.Module):
         self.input_norm = nn.Parameter(torch.ones(hidden))
         self.post_norm = nn.Parameter(torch.ones(hidden))
         self.embedding_norm = nn.Parameter(torch.ones(hidden)) if self.side_by_side else None
+        self.q_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(config.head_dim)) if config.qk_norm else None
         self.qkv_proj: nn.Module | None = None  # see `join`
         self.gate_up_proj: nn.Module | None = None
 
@@ -107,9 +112,11 @@ class HeadLayer(nn.Module):
         x = x + self.o_proj(attend(self.index, q, k, v))
         seen = _norm(x, self.post_norm, self.config.rms_norm_eps)
         if self.gate_up_proj is None:
-            return x + self.down_proj(silu(self.gate_proj(seen)) * self.up_proj(seen))
-        gate, up = self.gate_up_proj(seen).chunk(2, dim=-1)
-        return x + self.down_proj(silu(gate) * up)
+            gate, up = self.gate_proj(seen), self.up_proj(seen)
+        else:
+            gate, up = self.gate_up_proj(seen).chunk(2, dim=-1)
+        activated = silu(gate) if self.config.activation == "silu" else gelu(gate, approximate="tanh")
+        return x + self.down_proj(activated * up)
 
     def join(self) -> None:
         """Make one matrix of those that multiply the same vector: with few rows, a call costs as much as its arithmetic."""
@@ -133,10 +140,16 @@ class HeadLayer(nn.Module):
         split = (*seen.shape[:2], -1, config.head_dim)
         if self.qkv_proj is None:
             q, k, v = (proj(seen).view(split).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
-            return _rotate(q, rotation), _rotate(k, rotation), v
-        every = self.qkv_proj(seen).view(split).transpose(1, 2)
-        turned = _rotate(every[:, : config.num_heads + config.num_kv_heads], rotation)
-        return turned[:, : config.num_heads], turned[:, config.num_heads :], every[:, config.num_heads + config.num_kv_heads :]
+        else:
+            every = self.qkv_proj(seen).view(split).transpose(1, 2)
+            if self.q_norm is None:  # queries and keys may be turned together
+                turned = _rotate(every[:, : config.num_heads + config.num_kv_heads], rotation)
+                q, k = turned.split((config.num_heads, config.num_kv_heads), dim=1)
+                return q, k, every[:, config.num_heads + config.num_kv_heads :]
+            q, k, v = every.split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = _norm(q, self.q_norm, config.rms_norm_eps), _norm(k, self.k_norm, config.rms_norm_eps)
+        return _rotate(q, rotation), _rotate(k, rotation), v
 
     def _seen(self, x: torch.Tensor, embeddings: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Start of the residual stream, and what the attention reads."""
@@ -217,8 +230,10 @@ class DraftHead(nn.Module):
 def _joined(parts: Sequence[nn.Linear]) -> nn.Linear:
     """One layer whose output is that of all parts side by side."""
     weight = torch.cat([part.weight for part in parts])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=parts[0].bias is not None)
     joined.weight = nn.Parameter(weight, requires_grad=False)
+    if joined.bias is not None:
+        joined.bias = nn.Parameter(torch.cat([part.bias for part in parts]), requires_grad=False)
     return joined
 
 
