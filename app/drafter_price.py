@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from app.measure import WARM_UP, Timed, take_turns
-from app.teacher_forcing import TRUTH, Trail, hidden_states
+from app.teacher_forcing import TRUTH, Trail, read_text
 from drafters.base import Drafter, Halt
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
@@ -79,11 +79,11 @@ def _prices(target: CausalLM, drafters: Mapping[str, Drafter], plan: Plan) -> li
         rows = prefix.view().tolist()
         target.forward([Segment(text[:1] * plan.context, range(plan.context), RowList().view(), rows, [])])
         for drafter in drafters.values():
-            hidden = hidden_states(target, text, drafter.layers) if drafter.layers else None
-            calls.append(_Calls(Trail(drafter, text, first - 1, hidden), plan.rows))
+            memory = read_text(target, text, drafter.layers) if drafter.layers else None
+            calls.append(_Calls(Trail(drafter, text, first - 1, memory), plan.rows))
         things: dict[tuple[str, int], Timed] = {}
         for count in plan.rows:  # models that are compared stand next to each other
-            things[TARGET, count] = Timed(partial(target.forward, [_chain(prefix, scratch[:count])]))
+            things[TARGET, count] = Timed(partial(target.forward, [chain_segment(prefix, scratch[:count])]))
             for call in calls:
                 things[call.trail.drafter.name, count] = Timed(partial(call.run, count), partial(call.prepare, count))
         take_turns(list(things.values()), plan.rounds, target.device)
@@ -134,7 +134,7 @@ class _Calls:
             raise GaveUp(self.trail.drafter.name, answer.reason)
 
 
-def _chain(prefix: RowList, rows: Sequence[int]) -> Segment:
+def chain_segment(prefix: RowList, rows: Sequence[int]) -> Segment:
     """A root behind the context and a chain of drafted nodes below it, with the mask of a tree."""
     count, context = len(rows), len(prefix)
     below = torch.ones(count - 1, count - 1, dtype=torch.bool).tril_()

@@ -19,9 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from app.teacher_forcing import Trail
+from app.teacher_forcing import Memory, Trail
 from drafters.base import Drafter, DraftRequest, Halt
 from tree.growth import Answer, Candidates
 
@@ -139,13 +137,13 @@ def measure(
     drafter: Drafter,
     texts: Sequence[Text],
     extent: Extent,
-    hidden_of: Callable[[Text, tuple[int, ...]], torch.Tensor],
+    memory_of: Callable[[Text, tuple[int, ...]], Memory],
     on_position: Callable[[], None] = lambda: None,
 ) -> Quality:
     """Lead a drafter along all texts.
 
     Args:
-        hidden_of: (text, layers) -> the target's hidden states `[tokens, len(layers), hidden_size]`; asked if there are layers.
+        memory_of: (text, layers) -> what the target keeps of it; asked for drafters that read the target's layers.
         on_position: told of every position that is done; there are ``num_positions(texts)`` unless the drafter gives up.
     """
     quality = Quality(drafter.name, drafter.runs_model, [DepthQuality(depth) for depth in range(1, extent.depth + 1)])
@@ -153,8 +151,8 @@ def measure(
         trails: list[Trail] = []
         try:
             for text in group:
-                hidden = hidden_of(text, drafter.layers) if drafter.layers else None
-                trails.append(Trail(drafter, text.tokens, text.num_prompt, hidden))
+                memory = memory_of(text, drafter.layers) if drafter.layers else None
+                trails.append(Trail(drafter, text.tokens, text.num_prompt, memory))
             _follow(trails, quality, extent, on_position)
         finally:
             for trail in trails:

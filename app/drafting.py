@@ -39,7 +39,7 @@ from models.truncated import truncate
 
 AUTO, NGRAM, TRUNCATED, PRETRAINED = "auto", "ngram", "truncated", "pretrained"
 _TAIL_ROWS = 512  # per sequence: as many as a working tree has nodes
-_SHIPPED = Path(__file__).resolve().parent.parent / "drafters" / "pretrained"
+SHIPPED = Path(__file__).resolve().parent.parent / "drafters" / "pretrained"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ def resolve(name: str | None, role: str, target: str) -> str | None:
     """What `name` stands for once "auto" is decided; `target` as the settings name it."""
     if name != AUTO:
         return name
-    if target == EMBEDDED and (_SHIPPED / role).is_dir():
+    if target == EMBEDDED and (SHIPPED / role).is_dir():
         return PRETRAINED
     return NGRAM if role == "small" else TRUNCATED
 
@@ -82,7 +82,7 @@ def load(name: str, role: str, target: nn.Module, tokenizer: Any, placement: Pla
     """
     if name == NGRAM or is_truncated(name):
         return None
-    path = _SHIPPED / role if name == PRETRAINED else Path(name)
+    path = SHIPPED / role if name == PRETRAINED else Path(name)
     if name == PRETRAINED and not is_drafter_folder(path):
         raise ValueError(f"{role} = {PRETRAINED!r}: no drafter of this role is shipped; make one with `graftserve distill`")
     if is_drafter_folder(path):

@@ -17,7 +17,7 @@ import torch
 from drafters.base import Drafter, DraftRequest
 from models.attention import Segment
 from models.causal_lm import CausalLM
-from models.kv_cache import RowList
+from models.kv_cache import RowList, RowPool
 from tree.growth import Ask
 from tree.tree import TokenTree
 
@@ -32,7 +32,7 @@ class Trail:
     drafter: Drafter
     tokens: Sequence[int]
     root: int  # index of the last verified token
-    hidden: torch.Tensor | None  # the target's `[len(tokens), len(drafter.layers), hidden_size]`; None if it reads none
+    memory: Memory | None  # the target's of all tokens, closed with the trail; None for a drafter that needs none
     state: Any = None
     _num_shown: int = 0  # verified tokens whose hidden states the drafter has observed
     _tree: TokenTree = field(default_factory=lambda: TokenTree(0))  # of the last question
@@ -54,7 +54,11 @@ class Trail:
     def ask(self, tree: TokenTree, nodes: Sequence[int], width: int, *, rescore: bool = False) -> DraftRequest:
         """A question about nodes of a tree at this root."""
         self._tree = tree
-        return DraftRequest(self.state, self.tokens[: self.root + 1], tree, Ask(tuple(nodes), width, rescore=rescore))
+        question = Ask(tuple(nodes), width, rescore=rescore)
+        if self.memory is None:
+            return DraftRequest(self.state, self.tokens[: self.root + 1], tree, question)
+        rows = self.memory.rows.view()[: self.root]
+        return DraftRequest(self.state, self.tokens[: self.root + 1], tree, question, target_rows=rows)
 
     def ask_along_truth(self, depth: int, width: int) -> DraftRequest:
         """One question about the root and the `depth` - 1 true tokens below it; node d is the true token of depth d.
@@ -75,22 +79,34 @@ class Trail:
         self._show()
 
     def close(self) -> None:
-        """Give back what the drafter holds."""
+        """Give back what the drafter and the target hold."""
         self.drafter.close(self.state)
+        if self.memory is not None:
+            self.memory.close()
 
     def _show(self) -> None:
         """Hand over the hidden states of all verified tokens but the root, which the target has not been fed."""
-        if self.hidden is not None and self.root > self._num_shown:
-            self.drafter.observe(self.state, self._num_shown, self.hidden[self._num_shown : self.root])
+        if self.memory is not None and self.root > self._num_shown:
+            self.drafter.observe(self.state, self._num_shown, self.memory.hidden[self._num_shown : self.root])
             self._num_shown = self.root
 
 
-@torch.inference_mode()
-def hidden_states(target: CausalLM, tokens: Sequence[int], layers: Sequence[int], *, chunk: int = 256) -> torch.Tensor:
-    """The target's hidden states `[len(tokens), len(layers), hidden_size]` of a text, read in chunks.
+@dataclass(slots=True, eq=False)
+class Memory:
+    """What the target keeps of a text that it has read: hidden states, and rows of its cache until they are given back."""
 
-    `target` must capture `layers`. Raises OutOfRows; its rows are given back in any case.
-    """
+    hidden: torch.Tensor  # [tokens, layers, hidden_size]
+    rows: RowList
+    pool: RowPool
+
+    def close(self) -> None:
+        """Give the rows back. Safe to call twice."""
+        self.pool.release(self.rows.truncate(0))
+
+
+@torch.inference_mode()
+def read_text(target: CausalLM, tokens: Sequence[int], layers: Sequence[int], *, chunk: int = 256) -> Memory:
+    """Let the target read a text in chunks; it must capture `layers`. Raises OutOfRows, and then holds none."""
     rows = RowList()
     blocks = []
     try:
@@ -102,6 +118,7 @@ def hidden_states(target: CausalLM, tokens: Sequence[int], layers: Sequence[int]
             captured = scores.hidden_of(0, len(piece))
             assert set(layers) <= captured.keys(), f"the target captures layers {sorted(captured)}, wanted are {tuple(layers)}"
             blocks.append(torch.stack([captured[layer] for layer in layers], dim=1))
-    finally:
+    except BaseException:
         target.pool.release(rows.truncate(0))
-    return torch.cat(blocks)
+        raise
+    return Memory(torch.cat(blocks), rows, target.pool)

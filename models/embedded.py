@@ -60,7 +60,7 @@ def embedded_target(progress: Progress) -> Path:
     source = _source()
     identity = _identity(source)
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
-    folder = _cache_root() / "embedded" / key
+    folder = cache_root() / "embedded" / key
     if folder.exists():
         problem = _problem(folder, identity)
         if problem is None:
@@ -88,7 +88,7 @@ def _source() -> Path:
     return path
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
     """``$GRAFTSERVE_CACHE``, else ``$XDG_CACHE_HOME/graftserve``, else ``~/.cache/graftserve``."""
     own = os.environ.get("GRAFTSERVE_CACHE")
     if own:

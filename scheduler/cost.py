@@ -3,7 +3,7 @@
 A forward reads every weight once, so its price rises slowly with the rows until arithmetic takes over; where that happens
 decides which trees pay. The model of one model's forward is
 
-    ms(rows, sequences, context) = curve(rows) + sequences_ms * (sequences - 1) + context * (context_ms + row_context_ms * rows / sequences)
+    ms = curve(rows) + context_ms * context + row_context_ms * rows * context / sequences + sequences_ms * (sequences - 1)
 
 with `rows` and `context` summed over the sequences of the batch: keys and values are read once per sequence, and each row
 attends to its own sequence's context only. The curve is non-decreasing and no slope is negative, whatever the clock said: a
@@ -99,7 +99,15 @@ class LatencyModel:
         slopes = _not_negative(within * np.sqrt(weights)[:, None], (ms - group_means(ms)[group]) * np.sqrt(weights))
         curve = non_decreasing(group_means(ms - work @ slopes).tolist(), mass.tolist())
         least = _LEAST_SHARE * float(ms.min())
-        return cls(tuple(rows), tuple(max(knot, least) for knot in curve), *map(float, slopes), points)
+        context_ms, row_context_ms, sequences_ms = slopes.tolist()
+        return cls(
+            tuple(rows),
+            tuple(max(knot, least) for knot in curve),
+            context_ms=context_ms,
+            row_context_ms=row_context_ms,
+            sequences_ms=sequences_ms,
+            points=points,
+        )
 
     def ms(self, rows: int, *, sequences: int = 1, context: int = 0) -> float:
         """Milliseconds of a forward over at least one row; non-decreasing in rows and in context."""
@@ -114,7 +122,7 @@ class LatencyModel:
         curve = np.interp(rows, self.rows, self.knot_ms)
         beyond = np.maximum(rows - self.rows[-1], 0.0) * self._last_slope
         fixed = self.context_ms * context + self.sequences_ms * (sequences - 1)
-        return curve + beyond + fixed + rows * (self.row_context_ms * context / sequences)  # type: ignore[no-any-return]
+        return curve + beyond + fixed + rows * (self.row_context_ms * context / sequences)
 
     @property
     def misfit(self) -> float:
@@ -175,7 +183,7 @@ class CostProfile:
         """The profile of a document. ValueError that says what is wrong with it."""
         try:
             document = json.loads(text)
-            if document.pop("format") != FORMAT or (version := document.pop("version")) != VERSION:
+            if document.pop("format") != FORMAT or document.pop("version") != VERSION:
                 raise ValueError(f"expected {FORMAT}, version {VERSION}")
             models = {name: _model(entry) for name, entry in document.pop("models").items()}
             return cls(models, Origin(**{key: str(value) for key, value in document.items()}))

@@ -1,8 +1,9 @@
 """Prices that follow the machine: a cost profile, and how far the clock has moved away from it since.
 
-A profile is measured once; later other programs take cores, or the processor gets warm. What changes then is mostly one factor per
-model, so that is what is tracked: the exponential mean of log(measured / predicted). A single pause is cut before it enters, and
-the correction stays within bounds: a profile that is wrong by more than that should be measured again, not bent.
+A profile is measured once; later other programs take cores, or the processor gets warm. What changes then is mostly one
+factor per model, so that is what is tracked: the exponential mean of log(measured / predicted). A single pause is cut before
+it enters, and the correction stays within bounds: a profile that is wrong by more than that should be measured again, not
+bent.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The closest non-decreasing sequence: pool adjacent violators.
 
-What must rise with rows (milliseconds) or with a score (the chance of being accepted) rises only on average when it is measured.
+What must rise with rows (milliseconds) or with a score (the chance of being accepted) rises on average only when measured.
 Neighbors in the wrong order are replaced by their weighted mean until none are left; that is the least-squares fit.
 """
 

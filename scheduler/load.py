@@ -1,13 +1,14 @@
 """One verification for several sequences: who gets how many of its rows, possibly none.
 
 A verification is one forward over the rows of all sequences. While it waits for memory, rows are nearly free; the more
-sequences share it, the sooner each row costs arithmetic, and speculation should give way (2406.14066 chooses one length for all
-by the same measure, 2501.12162 selects nodes over all requests). With k nodes besides the roots the step emits sequences + (their
-probabilities) tokens in C(sequences + k) milliseconds. For a given k the best choice is the k most probable nodes of all, since the
-price does not care whose they are; k itself is found by trying all, so it is the best one for any shape of C, and the
-greedy rule (take nodes while the marginal gain exceeds the rate) comes out where C is convex.
+sequences share it, the sooner each row costs arithmetic, and speculation should give way (2406.14066 chooses one length for
+all by the same measure, 2501.12162 selects nodes over all requests). With k nodes besides the roots the step emits one token
+per sequence plus the k probabilities, in C(sequences + k) milliseconds. For a given k the best choice is the k most probable
+nodes of all, since the price does not care whose they are; k itself is found by trying all, so it is the best one for any
+shape of C. Where C is convex that is the greedy rule: take nodes while a node's probability exceeds the rate times the price
+of its row.
 
-Traps: a sequence's probabilities must fall along its list, which makes what is taken of it a tree (`scheduler.sizing.best_first`).
+Traps: a sequence's probabilities must fall along its list, which makes what is taken of it a tree (`sizing.best_first`).
 Drafting that is still to be paid counts for k > 0 only, drafting that was done counts in any case.
 """
 
@@ -63,7 +64,7 @@ def share_rows(
     a forward over 1, 2, … rows of all these sequences, at least one for each. `budget`: most rows, roots included.
     `draft_ms` is drafting to come that is saved if nobody gets a node; `spent_ms` was spent already, or comes anyway.
 
-    Hysteresis: where the last step was plain (`speculated` False) a share has to beat plain decoding by the factor 1 + `margin`;
+    Hysteresis: where the last step was plain (`speculated` False) a share has to beat plain decoding by a factor 1 + `margin`;
     where it was not, any gain will do. So noise of the clock does not switch speculation on and off from step to step.
     """
     roots = len(candidates)

@@ -1,19 +1,19 @@
 """How many nodes are worth verifying, and when drafting on cannot pay any more.
 
-Given s(v), an estimate of the probability that node v is accepted, a step that verifies n nodes (root included) emits
-E_n = 1 + (the n - 1 largest s) tokens on average and takes T_n = spent + C(n) + overhead milliseconds. The best size is the n with
-the largest rate E_n / T_n, found by looking at all of them: C is measured and need not be convex. OPT-Tree (2406.17276) and Sequoia
-(2402.12374) rank nodes in the same way; the price of a step is ours.
+Given s(v), an estimate of the probability that node v is accepted, a step that verifies n nodes (root included) emits E_n = 1
++ (the n - 1 largest s) tokens on average and takes T_n = spent + C(n) + overhead milliseconds. The best size is the n with
+the largest rate E_n / T_n, found by looking at all of them: C is measured and need not be convex. OPT-Tree (2406.17276) and
+Sequoia (2402.12374) rank nodes in the same way; the price of a step is ours.
 
-Stopping. Let R be the best rate of the tree so far and U the open mass: what the nodes that may still get children can pass on.
-Scores are sub-stochastic (children of v sum to at most s(v)), so a further layer adds at most U, and leaves at most U to the layer
-after it. If every layer costs at least c then J layers add at most J * U tokens for J * c milliseconds, and where U <= R * c no J
-raises the rate. That is a proof only if c is the price of the *cheapest* later layer, usually of one row, and not of the whole
-frontier: later layers may be narrow.
+Stopping. Let R be the best rate of the tree so far and U the open mass: what the nodes that may still get children can pass
+on. Scores are sub-stochastic (children of v sum to at most s(v)), so a further layer adds at most U, and leaves at most U to
+the layer after it. If every layer costs at least c then J layers add at most J * U tokens for J * c milliseconds, and where U
+<= R * c no J raises the rate. That is a proof only if c is the price of the *cheapest* later layer, usually of one row, and
+not of the whole frontier: later layers may be narrow.
 
 Traps: a node that has children but may get more of them (another drafter's) passes on s(v) minus what they hold already.
-Maximizing the rate of each step is not quite maximizing tokens over time, which wants E - rate * T at the rate of the long run
-(Dinkelbach): give `rate` for that.
+Maximizing the rate of each step is not quite maximizing tokens over time, which wants E - rate * T at the rate of the long
+run (Dinkelbach): give `rate` for that.
 """
 
 from __future__ import annotations

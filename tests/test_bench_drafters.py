@@ -24,7 +24,7 @@ from app.drafter_price import TARGET, Plan, prices
 from app.drafter_quality import FLOOR, DepthQuality, Extent, Quality, Text, measure, num_positions
 from app.drafter_report import calibration_line, drawing, quality_json, quality_rows
 from app.measure import WARM_UP, Timed, take_turns
-from app.teacher_forcing import Trail, hidden_states
+from app.teacher_forcing import Memory, Trail, read_text
 from drafters.base import DraftRequest, Halt
 from drafters.causal_lm import CausalLMDrafter
 from drafters.draft_head import HeadDrafter
@@ -235,8 +235,10 @@ def test_one_question_about_the_chain_is_as_good_as_one_per_depth(
     text = texts[3]
     lm = CausalLM(_own(target), num_rows=200, capture=(0, 1))
     drafter = a_drafter(kind, target, tiny_model)
-    hidden = hidden_states(lm, text.tokens, drafter.layers) if drafter.layers else None
-    at_once, stepwise = (Trail(drafter, text.tokens, text.num_prompt, hidden) for _ in range(2))
+    at_once, stepwise = (
+        Trail(drafter, text.tokens, text.num_prompt, read_text(lm, text.tokens, drafter.layers) if drafter.layers else None)
+        for _ in range(2)
+    )
     for _ in range(6):
         question = at_once.ask_along_truth(4, 4)
         (whole,) = drafter.propose([question])
@@ -265,11 +267,11 @@ def test_texts_followed_together_give_what_they_give_alone(
     """A mix-up between texts would still look like plausible numbers."""
     lm = CausalLM(_own(target), num_rows=200, capture=(0, 1))
 
-    def hidden_of(text: Text, layers: tuple[int, ...]) -> torch.Tensor:
-        return hidden_states(lm, text.tokens, layers, chunk=5)
+    def memory_of(text: Text, layers: tuple[int, ...]) -> Memory:
+        return read_text(lm, text.tokens, layers, chunk=5)
 
     together, alone = (
-        measure(a_drafter(kind, target, tiny_model), texts, Extent(stride=2, max_texts=n), hidden_of) for n in (8, 1)
+        measure(a_drafter(kind, target, tiny_model), texts, Extent(stride=2, max_texts=n), memory_of) for n in (8, 1)
     )
     assert lm.pool.num_used == 0
     for a, b in zip(together.depths, alone.depths, strict=True):
@@ -307,7 +309,7 @@ def test_hidden_states_are_those_of_the_tokens_before_the_root(target: PreTraine
     lm = CausalLM(_own(target), num_rows=200, capture=(0, 1))
     drafter = Told(lambda text: only(1), layers=(1, 0))
     text = texts[0]
-    measure(drafter, [text], Extent(), lambda text, layers: hidden_states(lm, text.tokens, layers, chunk=7))
+    measure(drafter, [text], Extent(), lambda text, layers: read_text(lm, text.tokens, layers, chunk=7))
     assert drafter.heard_before == [len(context) - 1 for context in drafter.contexts]
     assert drafter.contexts[1:] == [text.tokens[: root + 1] for root in range(text.num_prompt, len(text.tokens) - 1)]
     heard = torch.cat(drafter.heard)

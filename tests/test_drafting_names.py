@@ -84,7 +84,7 @@ def test_auto_is_decided_by_role_and_target(
 ) -> None:
     """A drafter that is shipped belongs to the embedded target; for others it would be refused at start."""
     (tmp_path / "small").mkdir()
-    monkeypatch.setattr(drafting, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(drafting, "SHIPPED", tmp_path)
     assert resolve(name, role, of) == stands_for
 
 
@@ -133,7 +133,7 @@ def test_the_shipped_drafter_is_loaded_by_its_role(
 ) -> None:
     """And where none is shipped one line says so: no model of that name is looked for on the hub."""
     (tmp_path / "small").symlink_to(folders["tail"])
-    monkeypatch.setattr(drafting, "_SHIPPED", tmp_path)
+    monkeypatch.setattr(drafting, "SHIPPED", tmp_path)
     loaded = load_by("pretrained", target, "small")
     assert loaded is not None and loaded.layers == (0, 1, 5)
     with pytest.raises(ValueError, match="medium = 'pretrained': no drafter of this role is shipped"):

@@ -148,12 +148,12 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     """A container mounts its cache by one of these variables; half a gigabyte elsewhere would be lost with it."""
     monkeypatch.setenv("GRAFTSERVE_CACHE", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert embedded._cache_root() == tmp_path / "own"
+    assert embedded.cache_root() == tmp_path / "own"
     monkeypatch.delenv("GRAFTSERVE_CACHE")
-    assert embedded._cache_root() == tmp_path / "xdg" / "graftserve"
+    assert embedded.cache_root() == tmp_path / "xdg" / "graftserve"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert embedded._cache_root() == tmp_path / ".cache" / "graftserve"
+    assert embedded.cache_root() == tmp_path / ".cache" / "graftserve"
 
 
 def test_a_missing_wheel_is_one_line_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:

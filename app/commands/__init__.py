@@ -5,6 +5,7 @@ from collections.abc import Callable
 import typer
 
 from app.commands.bench import bench
+from app.commands.calibrate import calibrate
 from app.commands.config import config
 from app.commands.corpus import corpus
 from app.commands.distill import distill
@@ -17,6 +18,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "serve": serve,
     "generate": generate,
     "prove": prove,
+    "calibrate": calibrate,
     "corpus": corpus,
     "distill": distill,
     "config": config,

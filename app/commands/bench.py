@@ -15,7 +15,6 @@ from app.commands.options import describe, fail, takes_settings
 from app.config import Settings
 
 if TYPE_CHECKING:
-    import torch
 
     from app.drafter_quality import Text
     from app.protocol import Message
@@ -59,7 +58,7 @@ def drafters(
     )
     from app.measure import finish, show
     from app.prompt_sets import read_prompts
-    from app.teacher_forcing import hidden_states
+    from app.teacher_forcing import Memory, read_text
     from engine.engine import Engine
     from models.loading import choose_placement
 
@@ -80,12 +79,12 @@ def drafters(
     target, known = engine.target, engine.drafters.values()
     extent = Extent(stride=stride, max_texts=engine.max_num_seqs, max_rows=target.pool.num_rows)
 
-    def hidden_of(text: Text, layers: tuple[int, ...]) -> torch.Tensor:
-        return hidden_states(target, text.tokens, layers, chunk=settings.prefill_chunk)
+    def memory_of(text: Text, layers: tuple[int, ...]) -> Memory:
+        return read_text(target, text.tokens, layers, chunk=settings.prefill_chunk)
 
     qualities = []
     for drafter in known:
-        qualities.append(measure(drafter, texts, extent, hidden_of))
+        qualities.append(measure(drafter, texts, extent, memory_of))
         say(f"{drafter.name} measured")
     plan = Plan(context=min(CONTEXT, engine.max_model_len // 2), rounds=rounds)
     priced, missing = prices(target, list(known), plan) if rounds else ([], {})
