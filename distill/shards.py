@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 TOP = 32  # tokens per position whose log-probabilities are kept
 _MANIFEST = "data.json"
@@ -35,7 +35,7 @@ class Shard:
 def write(shard: Shard, path: Path) -> None:
     """Store a shard; `path` exists afterwards as a whole or not at all."""
     partial = path.with_suffix(".part")
-    save_file({name: getattr(shard, name).contiguous() for name in Shard.__slots__}, partial)
+    partial.write_bytes(save({name: getattr(shard, name).contiguous() for name in Shard.__slots__}))
     partial.rename(path)
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from drafters.ngram_index import Followers
 
@@ -85,7 +85,7 @@ class CorpusIndex:
         arrays = {name: torch.from_numpy(array.copy()) for name, array in self._arrays.items()}
         metadata = {"format": _FORMAT, "tokenizer_hash": tokenizer_hash, "crc32": str(_checksum(self._arrays))}
         partial = path.with_name(path.name + ".part")
-        save_file(arrays, partial, metadata)
+        partial.write_bytes(save(arrays, metadata))  # `save_file` would make a file that only its owner may read
         partial.rename(path)
 
     @staticmethod

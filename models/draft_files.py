@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from models.adapted import adapt, merge
@@ -67,7 +67,7 @@ def save_drafter(folder: Path, info: DrafterInfo, module: nn.Module, ids: torch.
             raise ArithmeticError(f"weight {name} holds numbers that half precision cannot hold")
     weights[_ID_MAP] = ids.int()
     partial = folder / (_WEIGHTS + ".part")
-    save_file(weights, partial)
+    partial.write_bytes(save(weights))  # `save_file` would make a file that only its owner may read
     partial.rename(folder / _WEIGHTS)
     config = {
         MARK: FORMAT,
