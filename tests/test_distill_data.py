@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from distill import data as data_module
-from distill import shards
 from distill.data import DataPlan, count_tokens
 from distill.dialogue import Kind, Turns
 from distill.shards import TOP, Shard, check_manifest, read, shard_path, shard_paths, write
@@ -135,12 +134,14 @@ def test_a_shard_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
     shard = made_up_shard(torch.arange(24).view(2, 12))
     path = shard_path(tmp_path, 0)
 
-    def full_disk(tensors: dict[str, torch.Tensor], where: Path) -> None:
-        Path(where).write_bytes(b"half")
+    whole = Path.write_bytes
+
+    def full_disk(where: Path, data: bytes) -> int:
+        whole(where, data[: len(data) // 2])
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(shards, "save_file", full_disk)
+        patch.setattr(Path, "write_bytes", full_disk)
         with pytest.raises(OSError, match="no space"):
             write(shard, path)
     assert shard_paths(tmp_path) == []
