@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import logging
-import secrets
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
 from app.bridge import DeltaStream
+from app.choice import Choice
 from app.disconnect import ClientGone, unless_gone
 from app.errors import RequestFailed, UnknownModel, describe, shorten
-from app.prompts import fit
-from app.protocol import GenerationBody, Speculation
+from app.protocol import GenerationBody
 from app.request_stats import answer_metrics, usage
 from app.serving import Serving
 from app.sse import DONE, EventStream, event
-from engine.request import Delta, EngineStopped, FinishReason, Request, RequestError, RequestStats
-from models.sampling import SamplingParams
+from app.submission import make_requests
+from app.token_text import TokenTexts
+from engine.request import EngineStopped, RequestError, TokenLogprob
 
-AUTOREGRESSIVE = "ar"  # the schedule that drafts nothing
 _log = logging.getLogger(__name__)
 _NESTED = {"schedule": "speculative.schedule", "budget": "speculative.budget"}  # engine's name -> the body's
 
 
 class Dialect(Protocol):
-    """How one endpoint spells its answers."""
+    """How one endpoint spells its answers. Log-probabilities are None where none were asked for or none are due."""
 
     id_prefix: str
     object: str  # of a whole answer
@@ -38,39 +37,20 @@ class Dialect(Protocol):
     prompt_param: str
     default_limit: int | None  # tokens of an answer to a body that sets no limit; None: all the room there is
 
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """A whole choice."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice of the chunk that precedes all text, if there is one."""
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
+    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """The choice of a chunk that carries text."""
 
-    def ending(self, index: int, reason: str) -> dict[str, Any]:
-        """The choice of the chunk that carries the finish reason."""
+    def ending(self, index: int, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """The choice of the chunk that carries the finish reason, and what tokens without text of their own leave."""
 
-
-@dataclass(slots=True)
-class _Part:
-    """What has arrived of one choice."""
-
-    num_prompt_tokens: int
-    num_output_tokens: int = 0
-    pieces: list[str] = field(default_factory=list)  # kept for whole answers only
-    reason: str = ""
-    stats: RequestStats | None = None
-
-    def take(self, delta: Delta) -> None:
-        """Book a delta. Raises EngineStopped or RequestFailed if it ends the request without an answer."""
-        self.num_output_tokens += len(delta.token_ids)
-        if delta.finish_reason is FinishReason.ABORT:
-            raise EngineStopped("The server stopped before the answer was complete.")
-        if delta.finish_reason is FinishReason.ERROR:
-            raise RequestFailed(delta.error or "The engine failed on this request.")
-        if delta.finish_reason is not None:
-            self.reason = delta.finish_reason.value
-            self.stats = delta.stats
+    def logprobs(self, tokens: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+        """The log-probabilities of a few tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +61,10 @@ class _Answer:
     model: str
     budget: int
     stream: DeltaStream
-    parts: list[_Part]
+    num_prompt_tokens: int
+    choices: list[Choice]
+    texts: TokenTexts
+    has_logprobs: bool
     id: str
     created: int
 
@@ -95,23 +78,34 @@ class _Answer:
         }
 
     def usage(self) -> dict[str, int]:
-        return usage(sum(p.num_prompt_tokens for p in self.parts), sum(p.num_output_tokens for p in self.parts))
+        return usage(self.num_prompt_tokens, sum(choice.num_output_tokens for choice in self.choices))
 
-    def metrics(self, parts: Sequence[_Part]) -> dict[str, Any]:
-        stats = [part.stats for part in parts if part.stats is not None]
+    def metrics(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        stats = [choice.stats for choice in choices if choice.stats is not None]
         return {"metrics": answer_metrics(stats, self.budget)} if stats else {}
 
     async def whole(self) -> dict[str, Any]:
         """The body of a whole answer."""
+        pieces: list[list[str]] = [[] for _ in self.choices]
+        tokens: list[list[TokenLogprob]] = [[] for _ in self.choices]
         async for index, delta in self.stream:
-            self.parts[index].take(delta)
-            self.parts[index].pieces.append(delta.text)
-        choices = [self.dialect.choice(i, "".join(p.pieces), p.reason) for i, p in enumerate(self.parts)]
+            piece = self.choices[index].take(delta)
+            pieces[index].append(piece.text)
+            tokens[index].extend(piece.logprobs)
+        choices = [
+            self.dialect.choice(
+                index,
+                "".join(pieces[index]),
+                choice.reason,
+                self.dialect.logprobs(tokens[index], self.texts) if self.has_logprobs else None,
+            )
+            for index, choice in enumerate(self.choices)
+        ]
         return {
             **self.head(self.dialect.object),
             "choices": choices,
             "usage": self.usage(),
-            **self.metrics(self.parts),
+            **self.metrics(self.choices),
         }
 
     async def events(self, serving: Serving, *, wants_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -122,21 +116,26 @@ class _Answer:
         def chunk(choice: dict[str, Any], **more: Any) -> bytes:
             return event({**head, "choices": [choice], **no_usage, **more})
 
+        def logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+            return self.dialect.logprobs(tokens, self.texts) if tokens else None
+
         try:
-            for index in range(len(self.parts)):
+            for index in range(len(self.choices)):
                 if (opening := self.dialect.opening(index)) is not None:
                     yield chunk(opening)
             async for index, delta in self.stream:
-                part = self.parts[index]
-                part.take(delta)
-                if delta.text:
-                    yield chunk(self.dialect.piece(index, delta.text))
+                choice = self.choices[index]
+                piece = choice.take(delta)
+                tokens = piece.logprobs
+                if piece.text:
+                    yield chunk(self.dialect.piece(index, piece.text, logprobs(tokens)))
+                    tokens = []
                 if delta.finish_reason is not None:
                     # With a usage chunk to come the numbers ride that one, as the sum over all choices.
-                    metrics = {} if wants_usage else self.metrics([part])
-                    yield chunk(self.dialect.ending(index, part.reason), **metrics)
+                    metrics = {} if wants_usage else self.metrics([choice])
+                    yield chunk(self.dialect.ending(index, choice.reason, logprobs(tokens)), **metrics)
             if wants_usage:
-                yield event({**head, "choices": [], "usage": self.usage(), **self.metrics(self.parts)})
+                yield event({**head, "choices": [], "usage": self.usage(), **self.metrics(self.choices)})
         except Exception as error:
             self.stream.close()  # before the slow part: the other choices are decoded for nobody now
             if not isinstance(error, RequestFailed | EngineStopped):
@@ -148,16 +147,21 @@ class _Answer:
 
 
 async def answer(
-    http: HttpRequest, serving: Serving, dialect: Dialect, body: GenerationBody, prompts: Sequence[tuple[int, ...]]
+    http: HttpRequest,
+    serving: Serving,
+    dialect: Dialect,
+    body: GenerationBody,
+    prompts: Sequence[tuple[int, ...]],
+    echoes: Sequence[str] | None = None,
 ) -> Response:
-    """Submit the prompts and answer, one choice for each.
+    """Submit the prompts and answer, `n` choices for each; each begins with its prompt's one of `echoes`, if given.
 
     Raises what is wrong with the request, or with the engine, before anything is sent.
     """
     stream = DeltaStream(serving.engine)
     started = False
     try:
-        made = _submit(stream, serving, dialect, body, prompts)
+        made = _submit(stream, serving, dialect, body, prompts, echoes)
         if body.stream:
             response = EventStream(made.events(serving, wants_usage=body.wants_usage), stream.close)
             started = True
@@ -178,46 +182,40 @@ def check_model(serving: Serving, name: str | None) -> None:
 
 
 def _submit(
-    stream: DeltaStream, serving: Serving, dialect: Dialect, body: GenerationBody, prompts: Sequence[tuple[int, ...]]
+    stream: DeltaStream,
+    serving: Serving,
+    dialect: Dialect,
+    body: GenerationBody,
+    prompts: Sequence[tuple[int, ...]],
+    echoes: Sequence[str] | None,
 ) -> _Answer:
-    engine = serving.engine
-    capacity = engine.max_num_seqs + engine.max_waiting
-    if len(prompts) > capacity:  # not even an idle server could take them
-        message = f"At most {capacity} prompts fit into one request; this one has {len(prompts)}."
-        raise RequestError(message, param=dialect.prompt_param)
-    schedule, budget = _schedule(serving, body.speculative)
-    limits = [
-        fit(
-            prompt,
-            param=dialect.prompt_param,
-            limit=body.limit,
-            default=dialect.default_limit,
-            max_model_len=engine.max_model_len,
-        )
-        for prompt in prompts
-    ]
+    answer_id = dialect.id_prefix + uuid.uuid4().hex
+    requests = make_requests(
+        serving,
+        body,
+        prompts,
+        answer_id=answer_id,
+        emit=stream.emit,
+        prompt_param=dialect.prompt_param,
+        default_limit=dialect.default_limit,
+    )
+    schedule, budget = requests[0].schedule, requests[0].budget
+    assert schedule is not None, "a request names its schedule"
     made = _Answer(
         dialect=dialect,
         model=serving.model,
-        budget=budget or engine.schedules[schedule].budget,
+        budget=budget or serving.engine.schedules[schedule].budget,
         stream=stream,
-        parts=[_Part(len(prompt)) for prompt in prompts],
-        id=dialect.id_prefix + uuid.uuid4().hex,
+        num_prompt_tokens=sum(map(len, prompts)),
+        choices=[
+            Choice(lambda token: serving.texts(token).text, None if echoes is None else echoes[i // body.num_choices])
+            for i in range(len(requests))
+        ],
+        texts=serving.texts,
+        has_logprobs=body.num_logprobs is not None,
+        id=answer_id,
         created=int(time.time()),
     )
-    requests = [
-        Request(
-            id=f"{made.id}-{index}",
-            prompt=prompt,
-            sampling=_sampling(body, engine.vocab_size),
-            max_tokens=limit,
-            emit=stream.emit,
-            stop=tuple(body.stop or ()),
-            schedule=schedule,
-            budget=budget,
-        )
-        for index, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-    ]
     try:
         for request in requests:
             stream.submit(request)
@@ -226,44 +224,3 @@ def _submit(
             raise RequestError(str(error), param=_NESTED[error.param], code=error.code) from error
         raise
     return made
-
-
-def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
-    """Sampling of one prompt. Without a seed each prompt draws its own; with one, each answers as if sent alone."""
-    sampling = SamplingParams(
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=min(body.top_k or 0, vocab_size),
-        seed=secrets.randbits(63) if body.seed is None else body.seed,
-        min_p=body.min_p or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        logit_bias=body.logit_bias or {},
-    )
-    sampling.check_vocab(vocab_size)
-    return sampling
-
-
-def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | None]:
-    """Schedule and explicit budget of a request. Raises RequestError for what contradicts itself or does not exist."""
-    engine = serving.engine
-    if asked is None:
-        return engine.default_schedule, None
-    off = asked.enabled is False
-    name = asked.schedule
-    if name is None:  # an empty name is a name too, of no schedule
-        name = AUTOREGRESSIVE if off else engine.default_schedule
-    if name not in engine.schedules:
-        message = f"There is no schedule {shorten(name)!r}; there are {', '.join(sorted(engine.schedules))}."
-        raise RequestError(message, param="speculative.schedule")
-    if off and name != AUTOREGRESSIVE:
-        message = f"Speculation is disabled, but the schedule {name!r} drafts; leave one of them out."
-        raise RequestError(message, param="speculative.schedule")
-    if asked.enabled and name == AUTOREGRESSIVE:
-        message = f"Speculation is enabled, but the schedule {name!r} drafts nothing; name another one."
-        raise RequestError(message, param="speculative.schedule")
-    if name == AUTOREGRESSIVE and (asked.budget or 1) > 1:
-        message = f"The schedule {name!r} verifies one node per step, so a budget of {asked.budget} cannot be used."
-        raise RequestError(message, param="speculative.budget")
-    return name, asked.budget

@@ -24,7 +24,7 @@ from app.config import Settings
 from app.errors import HANDLED, answer_error
 from app.metrics import Metrics
 from app.middleware import Edge
-from app.routes import chat, completions, ops
+from app.routes import chat, completions, ops, tokens
 from app.serving import LoadedEngine, Serving
 from app.version import version
 
@@ -66,7 +66,7 @@ def create_app(
     for handled in HANDLED:
         app.add_exception_handler(handled, answer_error)
     app.add_middleware(Edge, metrics=metrics)
-    for routes in (completions, chat, ops):
+    for routes in (completions, chat, tokens, ops):
         app.include_router(routes.router)
     return app
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from anyio import to_thread
 from jinja2 import TemplateError
 
+from app.body import Prompt
 from app.errors import shorten
-from app.protocol import Message, Prompt
+from app.protocol import Message
 from engine.request import RequestError
 
 _INLINE_CHARS = 8192  # tokenized on the event loop up to here (about a millisecond), in a thread beyond
@@ -21,24 +23,48 @@ class Tokenizer(Protocol):
     chat_template: Any
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, ids: Any, /, **options: Any) -> str: ...
+    def convert_ids_to_tokens(self, ids: Any, /) -> list[str]: ...
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any: ...
 
 
 async def completion_prompts(tokenizer: Tokenizer, prompt: Prompt, *, vocab_size: int) -> list[tuple[int, ...]]:
     """Token ids of each prompt, none of them empty. Raises RequestError with param ``prompt``."""
     if isinstance(prompt, str):
-        return [_refuse_empty(await _encode(tokenizer, prompt))]
+        return [_refuse_empty(await encode(tokenizer, prompt))]
     if isinstance(prompt[0], int):
-        return [_check_ids(prompt, vocab_size)]
+        return [check_ids(prompt, vocab_size)]
     prompts = []
     for item in prompt:
-        ids = await _encode(tokenizer, item) if isinstance(item, str) else _check_ids(item, vocab_size)
+        ids = await encode(tokenizer, item) if isinstance(item, str) else check_ids(item, vocab_size)
         prompts.append(_refuse_empty(ids))
     return prompts
 
 
-async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[int, ...]:
-    """Token ids of a conversation, ready for the assistant's next turn. Raises RequestError with param ``messages``."""
+async def prompt_texts(tokenizer: Tokenizer, prompt: Prompt) -> list[str]:
+    """Each prompt as text: as it was sent, or decoded with its special tokens."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [await decode(tokenizer, prompt)]
+    return [item if isinstance(item, str) else await decode(tokenizer, item) for item in prompt]
+
+
+async def chat_prompt(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool = True,
+    add_special_tokens: bool = False,
+) -> tuple[int, ...]:
+    """Token ids of a conversation, ready for the assistant's next turn. Raises RequestError with param ``messages``.
+
+    Args:
+        tokenizer: with a chat template.
+        messages: the conversation.
+        add_generation_prompt: whether the template begins the assistant's turn.
+        add_special_tokens: whether the tokenizer adds its own special tokens to those of the template.
+    """
     if not tokenizer.chat_template:
         raise RequestError(
             "This model's tokenizer has no chat template. Use /v1/completions, or serve a model folder that holds a "
@@ -50,9 +76,9 @@ async def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tupl
     turns = [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in messages]
 
     def encode() -> tuple[int, ...]:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        # The template has written the special tokens itself.
-        return tuple(tokenizer.encode(text, add_special_tokens=False))
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        # Usually none: the template has written the special tokens itself.
+        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     try:
         if sum(len(turn["content"]) for turn in turns) <= _INLINE_CHARS:
@@ -87,18 +113,27 @@ def fit(
     return asked
 
 
-async def _encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """Token ids of a text."""
     if len(text) <= _INLINE_CHARS:
-        return tuple(tokenizer.encode(text))
-    return tuple(await to_thread.run_sync(tokenizer.encode, text))
+        return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    work = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+    return tuple(await to_thread.run_sync(work))
 
 
-def _check_ids(ids: Sequence[Any], vocab_size: int) -> tuple[int, ...]:
+async def decode(tokenizer: Tokenizer, ids: Sequence[Any]) -> str:
+    """The text of token ids inside the vocabulary, special tokens included."""
+    work = partial(tokenizer.decode, list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return work() if len(ids) <= _INLINE_CHARS else await to_thread.run_sync(work)
+
+
+def check_ids(ids: Sequence[Any], vocab_size: int, *, param: str = "prompt") -> tuple[int, ...]:
+    """The ids, if the vocabulary has them all. Raises RequestError with that param."""
     # min and max, not a loop: a body may hold a million ids.
     if ids and not (0 <= min(ids) and max(ids) < vocab_size):
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         message = f"Token id {shorten(hex(wrong) if abs(wrong) >= 2**63 else str(wrong))} is not in the vocabulary"
-        raise RequestError(f"{message} (0 to {vocab_size - 1}).", param="prompt")
+        raise RequestError(f"{message} (0 to {vocab_size - 1}).", param=param)
     return tuple(ids)
 
 

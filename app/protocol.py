@@ -2,124 +2,25 @@
 
 A field that is accepted is honored. One that other servers know and this one cannot honor yet may be sent with the
 value that changes nothing, so that clients which always send their defaults work; any other value is refused. A field
-nobody knows is refused too. Values are taken as they are: no text is read as a number, no number as a truth value.
-
-Error reports are kept to one complaint on purpose. A body may hold a million wrong items, and a report on each would
-need a hundred times the memory of the body.
+nobody knows is refused too.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
-from app.errors import shorten
+from app.body import Body, Prompt, Text, check_bias, check_prompt, wrap_part, wrap_text
+from engine.request import MAX_LOGPROBS
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 4096
-MAX_PROMPTS = 4096
+MAX_STOP_TOKENS = 1024
 MAX_COUNT = 2**63 - 1  # beyond it no count can be meant, and a sum might have more digits than Python prints
-
-_TOKEN_ID = re.compile("0|[1-9][0-9]{0,18}")
-
-Prompt = str | list[str] | list[int] | list[list[int]]
-
-
-def _wrap_text(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _wrap_part(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-def _check_prompt(value: Any) -> Prompt:
-    """The prompt as given, if it has one of the four shapes; by hand, as a union would try all four on each item."""
-    if isinstance(value, str):
-        return _encodable(value)
-    if not isinstance(value, list):
-        raise PydanticCustomError(
-            "prompt_type", "must be a string, a list of strings, or a list (of lists) of token ids"
-        )
-    if not value:
-        raise PydanticCustomError("empty", "must not be empty")
-    if all(type(item) is int for item in value):
-        return value
-    if len(value) > MAX_PROMPTS:
-        raise PydanticCustomError(
-            "too_many", f"holds more than {MAX_PROMPTS} prompts, or token ids that are no integers"
-        )
-    if all(isinstance(item, str) for item in value):
-        return [_encodable(item) for item in value]
-    if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
-        return value
-    raise PydanticCustomError("prompt_type", "must hold only strings, only token ids, or only lists of token ids")
-
-
-def _check_bias(value: Any) -> dict[int, Any] | None:
-    """Token ids from JSON's keys, which are always text; by hand, for one complaint instead of one per entry."""
-    if value is None:
-        return None
-    if not isinstance(value, dict):
-        raise PydanticCustomError("bias_type", "must be an object of token ids and numbers")
-    if not all(map(_TOKEN_ID.fullmatch, value)):
-        raise PydanticCustomError("bias_key", "must have token ids as keys, in decimal digits without leading zeros")
-    return {int(token): bias for token, bias in value.items()}
-
-
-def _encodable(text: str) -> str:
-    """JSON can spell half a surrogate pair, which is no character and which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PydanticCustomError("unicode", "must be valid Unicode, without unpaired surrogates") from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-
-
-class Body(BaseModel):
-    """A JSON object whose unknown and unsupported keys are refused by name."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
-
-    not_yet: ClassVar[Mapping[str, tuple[Any, ...]]] = {}  # unsupported field -> its values that change nothing
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_by_name(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kept = {}
-        for name, value in data.items():
-            if name in cls.model_fields:
-                kept[name] = value
-            elif name not in cls.not_yet:
-                raise PydanticCustomError("unknown_parameter", "is not a known parameter", {"param": shorten(name)})
-            elif not any(_same(value, neutral) for neutral in cls.not_yet[name]):
-                raise PydanticCustomError("unsupported_parameter", "is not supported yet", {"param": name})
-        return kept
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equality that tells 0 from false."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
-
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
@@ -161,7 +62,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(_wrap_part, str | list[TextPart])
+        list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(wrap_part, str | list[TextPart])
     ]
 
     @property
@@ -177,15 +78,7 @@ class GenerationBody(Body):
     """What both ways of asking for text have in common."""
 
     not_yet = {
-        "n": (1, None),
-        "best_of": (1, None),
-        "logprobs": (None, False),
-        "top_logprobs": (None, 0),
-        "echo": (False, None),
         "suffix": (None,),
-        "min_tokens": (0, None),
-        "stop_token_ids": (None, []),
-        "ignore_eos": (False, None),
         "response_format": (None, {"type": "text"}),
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
@@ -205,7 +98,13 @@ class GenerationBody(Body):
     min_p: float | None = Field(
         None, description="Tokens less likely than this share of the likeliest one are dropped. 0 to 1; default 0."
     )
-    seed: int | None = Field(None, description="Same seed, same answer; without one each answer draws its own.")
+    seed: int | None = Field(
+        None,
+        description="Same seed, same answer; without one each answer draws its own. Of several answers to one prompt the "
+        "first is the one that n = 1 gives, the others have seeds made from it.",
+    )
+    n: Count | None = Field(None, description="Answers to each prompt. Default 1.")
+    best_of: Count | None = Field(None, description="As n; answers are not drawn to be thrown away.")
     presence_penalty: float | None = Field(
         None, description="-2 to 2: lowers the logits of tokens that the answer holds already. Default 0."
     )
@@ -216,17 +115,24 @@ class GenerationBody(Body):
         None, description="Above 0: makes tokens of prompt and answer less likely if above 1. Default 1."
     )
     logit_bias: Annotated[
-        dict[int, float] | None, PlainValidator(_check_bias, json_schema_input_type=dict[str, float] | None)
+        dict[int, float] | None, PlainValidator(check_bias, json_schema_input_type=dict[str, float] | None)
     ] = Field(None, description="Token ids, as JSON keys, to numbers from -100 to 100 that are added to their logits.")
     stop: (
         Annotated[
-            list[Stop], Field(fail_fast=True, max_length=MAX_STOPS), BeforeValidator(_wrap_text, str | list[str] | None)
+            list[Stop], Field(fail_fast=True, max_length=MAX_STOPS), BeforeValidator(wrap_text, str | list[str] | None)
         ]
         | None
     ) = Field(None, description="Strings that end the answer; they are not part of it.")
+    stop_token_ids: (
+        Annotated[list[Annotated[int, Field(ge=0, le=MAX_COUNT)]], Field(fail_fast=True, max_length=MAX_STOP_TOKENS)] | None
+    ) = Field(None, description="Tokens that end the answer, as the model's own end tokens do; their text is left out.")
+    ignore_eos: bool | None = Field(None, description="The model's own end tokens do not end the answer. Default false.")
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = Field(
+        None, description="Tokens before which neither a token nor a stop string ends the answer. Default 0."
+    )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Who asks; it changes nothing in the answer.")
+    user: str | None = Field(None, description="Who asks; it changes nothing in the answer, and nothing is kept of it.")
     speculative: Speculation | None = None
 
     @model_validator(mode="after")
@@ -240,7 +146,21 @@ class GenerationBody(Body):
             raise PydanticCustomError(
                 "contradiction", "differs from max_completion_tokens; send one of them", {"param": "max_tokens"}
             )
+        if self.best_of is not None and self.best_of != self.num_choices:
+            raise PydanticCustomError(
+                "unsupported_parameter", "is not supported unless it equals n", {"param": "best_of"}
+            )
         return self
+
+    @property
+    def num_choices(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives to report with each token's log-probability; None: report nothing."""
+        raise NotImplementedError
 
     @property
     def limit(self) -> tuple[str, int] | None:
@@ -256,13 +176,55 @@ class GenerationBody(Body):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
+Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+_LOGPROBS = (
+    "The log-probability of every token that usage counts, an end token included: the model's own, before temperature and "
+    "everything else that shapes what is drawn."
+)
+_ALTERNATIVES = f"The number, 0 to {MAX_LOGPROBS}, says how many of the likeliest tokens are reported at each place."
+
+
 class CompletionBody(GenerationBody):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=Prompt)]
+    not_yet = {**GenerationBody.not_yet, "top_logprobs": (None, 0)}
+
+    prompt: Annotated[Prompt, PlainValidator(check_prompt, json_schema_input_type=Prompt)]
+    logprobs: Alternatives | None = Field(None, description=f"{_LOGPROBS} {_ALTERNATIVES}")
+    echo: bool | None = Field(None, description="The text begins with the prompt. Default false; not with logprobs.")
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionBody:
+        if self.echo and self.logprobs is not None:
+            raise PydanticCustomError(
+                "unsupported_parameter", "is not supported together with logprobs yet", {"param": "echo"}
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See the base class."""
+        return self.logprobs
 
 
 class ChatBody(GenerationBody):
     """Body of ``POST /v1/chat/completions``."""
 
+    not_yet = {**GenerationBody.not_yet, "echo": (False, None)}
+
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    logprobs: bool | None = Field(None, description=_LOGPROBS)
+    top_logprobs: Alternatives | None = Field(None, description=f"{_ALTERNATIVES} Only with logprobs.")
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError(
+                "without_logprobs", "is only allowed when logprobs is true", {"param": "top_logprobs"}
+            )
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See the base class."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends
@@ -11,6 +11,7 @@ from starlette.requests import Request as HttpRequest
 from app.bridge import Engine
 from app.metrics import Metrics
 from app.prompts import Tokenizer
+from app.token_text import TokenTexts
 from engine.request import EngineStopped
 
 
@@ -31,6 +32,10 @@ class Serving:
     metrics: Metrics
     model: str  # name in the API
     created: int  # Unix time at which the model was ready
+    texts: TokenTexts = field(init=False)  # read on the event loop only
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "texts", TokenTexts(self.tokenizer))
 
 
 def require_serving(request: HttpRequest) -> Serving:

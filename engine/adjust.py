@@ -1,4 +1,4 @@
-"""What the text so far does to the target's logits, per node: bias and penalties.
+"""What the text so far does to the target's logits, per node: bias, penalties, and the ban on ending too early.
 
 A row of logits belongs to a context, the text so far and the node's own path from the root, and is adjusted for just that
 context. Adjusting all nodes of a tree by the root's text would judge the second of two drafted repetitions like the first,
@@ -20,7 +20,7 @@ infinite before stays so, as it is the mark of a broken or forbidden entry.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,6 +103,30 @@ def adjusted(
             counts = tally.num_in_answer[tokens] + more
             raw = logits[rows, tokens].float()
             x[rows, tokens] = _adjust(raw, tally.bias[tokens], tally.in_prompt[tokens], counts, params)
+    return x
+
+
+def without_ends(
+    logits: torch.Tensor, ends: Collection[int], depths: Sequence[int], num_required: int
+) -> torch.Tensor:
+    """Logits in which tokens that end the answer are impossible as long as more have to come.
+
+    Args:
+        logits: [rows, vocab], any floating dtype; left as they are.
+        ends: token ids inside the vocabulary.
+        depths: per row, the depth of its node below the root: the row decides the token after that many more.
+        num_required: tokens that must follow the root before one may end the answer.
+
+    Returns:
+        [rows, vocab] with -inf at `ends` in the rows that decide one of the next `num_required` tokens; `logits` itself if
+        there is none.
+    """
+    early = [row for row, depth in enumerate(depths) if depth < num_required]
+    if not early or not ends:
+        return logits
+    x = logits.clone()
+    rows, ids = (torch.tensor(sorted(part), device=x.device) for part in (early, ends))
+    x[rows[:, None], ids] = -torch.inf
     return x
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.request import Request, RequestError
-from engine.sequence import rows_needed
+from engine.request import MAX_LOGPROBS, Request, RequestError
+from engine.sequence import end_tokens, rows_needed
 from scheduler.schedule import Schedule
 from tree.draws import TreeKind
 from tree.policies.sampled import SampledPolicy
@@ -69,7 +69,13 @@ def choose_schedule(
 
 
 def check_request(
-    request: Request, schedule: Schedule, *, vocab_size: int, max_model_len: int, num_rows: int
+    request: Request,
+    schedule: Schedule,
+    *,
+    vocab_size: int,
+    max_model_len: int,
+    num_rows: int,
+    stop_tokens: frozenset[int],
 ) -> None:
     """Refuse, by RequestError, what can never be served; messages give the true numbers."""
     num_prompt = len(request.prompt)
@@ -92,6 +98,9 @@ def check_request(
     if bad is not None:
         raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}", param="prompt")
     request.sampling.check_vocab(vocab_size)
+    _check_ends(request, vocab_size=vocab_size, max_model_len=max_model_len, stop_tokens=stop_tokens)
+    if request.num_logprobs is not None and not 0 <= request.num_logprobs <= MAX_LOGPROBS:
+        raise RequestError(f"at most {MAX_LOGPROBS} logprobs, not {request.num_logprobs}", param="logprobs")
     needed = rows_needed(num_prompt, request.max_tokens, schedule.budget, max_model_len)
     if needed > num_rows:
         raise RequestError(
@@ -100,3 +109,18 @@ def check_request(
             param="max_tokens",
             code="context_length_exceeded",
         )
+
+
+def _check_ends(request: Request, *, vocab_size: int, max_model_len: int, stop_tokens: frozenset[int]) -> None:
+    """Refuse ends that are no tokens, and a least length that cannot be reached."""
+    bad = next((token for token in request.stop_token_ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        message = f"stop_token_ids: token id {bad} is outside the vocabulary of {vocab_size}"
+        raise RequestError(message, param="stop_token_ids")
+    room = max_model_len - len(request.prompt)
+    most = room if request.max_tokens is None else min(room, request.max_tokens)
+    if not 0 <= request.min_tokens <= most:
+        message = f"min_tokens must be between 0 and the {most} tokens that the answer may have, not {request.min_tokens}"
+        raise RequestError(message, param="min_tokens")
+    if request.min_tokens and len(end_tokens(request, stop_tokens)) >= vocab_size:
+        raise RequestError("min_tokens: every token of the vocabulary ends the answer", param="min_tokens")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from drafters.base import Drafter
 from engine.draft import commit_drafters, show_hidden
-from engine.request import DrafterCount, FinishReason, StepStats
+from engine.logprobs import token_logprobs
+from engine.request import DrafterCount, FinishReason, StepStats, TokenLogprob
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
 from models.kv_cache import RowPool
@@ -27,15 +28,10 @@ class Block:
     creators: tuple[str, ...]  # drafter names; "target" for its own token
     text: str
     finish: FinishReason | None
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if the request asked
 
 
-def commit(
-    scored: Scored,
-    verdict: Verdict,
-    pool: RowPool,
-    drafters: Mapping[str, Drafter],
-    stop_tokens: frozenset[int],
-) -> Block:
+def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[str, Drafter]) -> Block:
     """Keep the rows of the accepted path, free the others, tell the drafters, and append the block's tokens."""
     sequence, tree = scored.draft.sequence, scored.draft.growth.tree
     start, num_pending = len(sequence.rows), sequence.num_pending
@@ -52,9 +48,15 @@ def commit(
         sequence.schedule = replace(sequence.schedule, policy=learned)
     tokens = (*(tree.token[node] for node in verdict.path), verdict.extra)
     creators = (*(tree.creator[node] for node in verdict.path), "target")
-    block = _append(sequence, tokens, creators, stop_tokens)
+    block, offsets = _append(sequence, tokens, creators)
     sequence.stats.num_trimmed = len(tokens) - len(block.token_ids)
-    return block
+    if sequence.request.num_logprobs is None:
+        return block
+    # Token i was decided by the row of the node in front of it.
+    row_of = {node: row for row, node in enumerate(scored.nodes)}
+    rows = [row_of[node] for node in (scored.nodes[0], *verdict.path)][: len(block.token_ids)]
+    found = token_logprobs(scored.logits[rows], block.token_ids, offsets, sequence.request.num_logprobs)
+    return replace(block, logprobs=found)
 
 
 def _keep_rows(scored: Scored, verdict: Verdict, pool: RowPool) -> None:
@@ -68,14 +70,19 @@ def _keep_rows(scored: Scored, verdict: Verdict, pool: RowPool) -> None:
     pool.release(row_of.values())
 
 
-def _append(sequence: Sequence, tokens: tuple[int, ...], creators: tuple[str, ...], stop_tokens: frozenset[int]) -> Block:
+def _append(
+    sequence: Sequence, tokens: tuple[int, ...], creators: tuple[str, ...]
+) -> tuple[Block, list[int]]:
+    """The block, and for each of its tokens the characters of the answer that were certain before it."""
     pieces: list[str] = []
+    offsets: list[int] = []
     finish: FinishReason | None = None
     used = 0
     for token in tokens:
         used += 1
         sequence.tokens.append(token)
-        if token in stop_tokens:
+        offsets.append(sequence.text.num_chars)
+        if token in sequence.end_tokens:
             finish = FinishReason.STOP
             break
         pushed = sequence.text.push(token)
@@ -90,7 +97,7 @@ def _append(sequence: Sequence, tokens: tuple[int, ...], creators: tuple[str, ..
         pieces.append(sequence.text.finish())
         # Text that was held back as unfinished may complete a stop string now that nothing follows.
         finish = FinishReason.STOP if sequence.text.stopped else finish
-    return Block(tokens[:used], creators[:used], "".join(pieces), finish)
+    return Block(tokens[:used], creators[:used], "".join(pieces), finish), offsets
 
 
 def count_step(scored: Scored, block: Block, verify_s: float) -> StepStats:

@@ -17,7 +17,7 @@ from collections.abc import Sequence as Items
 from typing import Protocol
 
 from drafters.base import Drafter
-from engine.adjust import adjusted
+from engine.adjust import adjusted, without_ends
 from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
 from engine.draft import close_drafters, grow_trees, show_hidden
@@ -166,9 +166,12 @@ class Engine:
             vocab_size=self.vocab_size,
             max_model_len=self.max_model_len,
             num_rows=self.target.pool.num_rows,
+            stop_tokens=self.stop_tokens,
         )
-        text = TextStream(self._decode, request.stop, byte_ids=self._byte_ids)
-        sequence = open_sequence(request, schedule, text, self.max_model_len)
+        text = TextStream(self._decode, request.stop, byte_ids=self._byte_ids, num_deaf=request.min_tokens)
+        sequence = open_sequence(
+            request, schedule, text, stop_tokens=self.stop_tokens, max_model_len=self.max_model_len
+        )
         with self._lock:
             if not self._accepting:
                 raise EngineStopped(self._failure or "the engine takes no requests")
@@ -279,7 +282,7 @@ class Engine:
         try:
             if not scored.is_sound:
                 raise ArithmeticError("the target's logits are NaN or infinite")
-            block = commit(scored, self._verify(scored), self.target.pool, self._drafters, self.stop_tokens)
+            block = commit(scored, self._verify(scored), self.target.pool, self._drafters)
         except Exception:
             log.exception("request %s ends with an error", sequence.request.id)
             self.target.pool.release(scored.rows)
@@ -316,6 +319,9 @@ class Engine:
         if not sampling.is_plain:
             paths = [tree.path_tokens(node) for node in scored.nodes]
             logits = adjusted(logits, sampling, sequence.tallied(logits), paths)
+        if sequence.num_required:
+            depths = [tree.depth[node] for node in scored.nodes]
+            logits = without_ends(logits, sequence.end_tokens, depths, sequence.num_required)
         rows = logits if sampling.greedy else probabilities(logits, sampling)
         noise = TargetNoise(sampling.seed, sequence.num_output)
         return rule(tree, scored.nodes, rows, noise)
@@ -326,7 +332,8 @@ class Engine:
         if block.finish is not None:
             self._finish(sequence, block.finish, block=block)
         else:
-            self._send(sequence, Delta(sequence.request.id, block.token_ids, block.creators, block.text))
+            delta = Delta(sequence.request.id, block.token_ids, block.creators, block.text, block.logprobs)
+            self._send(sequence, delta)
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, block: Block | None = None
@@ -346,6 +353,7 @@ class Engine:
                 block.token_ids if block else (),
                 block.creators if block else (),
                 block.text if block else "",
+                block.logprobs if block else (),
                 finish_reason=reason,
                 error=error,
                 stats=sequence.stats,

@@ -13,6 +13,8 @@ from enum import StrEnum
 
 from models.sampling import SamplingParams
 
+MAX_LOGPROBS = 20  # alternatives per token
+
 
 class FinishReason(StrEnum):
     """Why a request ended."""
@@ -33,6 +35,10 @@ class Request:
     max_tokens: int | None  # None: until the context is full
     emit: Callable[[Delta], None]  # called on the engine thread, must not block
     stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()  # end the answer as the model's own end tokens do
+    ignore_eos: bool = False  # the model's own end tokens are tokens like any other
+    min_tokens: int = 0  # that many tokens come before any that ends the answer; stop strings count from the next one on
+    num_logprobs: int | None = None  # log-probabilities of each token and that many alternatives, up to MAX_LOGPROBS; None: no
     schedule: str | None = None  # None: the server's default
     budget: int | None = None  # verified nodes per step, root included; None: the schedule's own
     keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
@@ -90,6 +96,20 @@ class RequestStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """How likely the target found one token of the answer, and what else it might have written there.
+
+    Natural logarithms of the probabilities that the model itself gives, over the tokenizer's vocabulary: before bias,
+    penalties, temperature and everything else that shapes what is drawn. Finite, -9999 at least.
+    """
+
+    token_id: int
+    logprob: float
+    alternatives: tuple[tuple[int, float], ...]  # likeliest first, then by id; the token itself is often among them
+    text_offset: int  # characters of the answer that are certain without this token
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step adds to one request."""
 
@@ -97,6 +117,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     creators: tuple[str, ...] = ()  # who drafted each token: a drafter's name, or "target"
     text: str = ""  # newly final text; may lag behind token_ids (split characters, possible stop strings)
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if asked for
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: RequestStats | None = None  # with the last delta

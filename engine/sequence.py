@@ -39,6 +39,7 @@ class Sequence:
     schedule: Schedule
     text: TextStream
     max_total: int  # tokens, prompt included, at which the answer ends
+    end_tokens: frozenset[int]  # tokens that end the answer
     num_reserved: int  # rows of the target's pool set aside at admission
     tokens: list[int]
     stats: RequestStats
@@ -56,6 +57,11 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens generated so far; also the output position of the next one."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_required(self) -> int:
+        """Tokens that must still be written before one may end the answer."""
+        return max(self.request.min_tokens - self.num_output, 0)
 
     @property
     def pending(self) -> list[int]:
@@ -80,8 +86,10 @@ class Sequence:
         return self.tally
 
 
-def open_sequence(request: Request, schedule: Schedule, text: TextStream, max_model_len: int) -> Sequence:
-    """A sequence that has not been fed yet."""
+def open_sequence(
+    request: Request, schedule: Schedule, text: TextStream, *, stop_tokens: frozenset[int], max_model_len: int
+) -> Sequence:
+    """A sequence that has not been fed yet; `stop_tokens` are the model's own."""
     prompt = list(request.prompt)
     allowed = max_model_len if request.max_tokens is None else min(max_model_len, len(prompt) + request.max_tokens)
     return Sequence(
@@ -89,6 +97,7 @@ def open_sequence(request: Request, schedule: Schedule, text: TextStream, max_mo
         schedule=schedule,
         text=text,
         max_total=allowed,
+        end_tokens=end_tokens(request, stop_tokens),
         num_reserved=rows_needed(len(prompt), request.max_tokens, schedule.budget, max_model_len),
         tokens=prompt,
         stats=RequestStats(
@@ -99,6 +108,11 @@ def open_sequence(request: Request, schedule: Schedule, text: TextStream, max_mo
         ),
         trees=deque(maxlen=request.keep_trees),
     )
+
+
+def end_tokens(request: Request, stop_tokens: frozenset[int]) -> frozenset[int]:
+    """The tokens that end this request's answer; `stop_tokens` are the model's own."""
+    return request.stop_token_ids if request.ignore_eos else stop_tokens | request.stop_token_ids
 
 
 def rows_needed(num_prompt: int, max_tokens: int | None, budget: int, max_model_len: int) -> int:

@@ -46,6 +46,7 @@ class TextStream:
         stop: Sequence[str] = (),
         *,
         byte_ids: Set[int] = frozenset(),
+        num_deaf: int = 0,
     ) -> None:
         """Start with no text.
 
@@ -53,10 +54,18 @@ class TextStream:
             decode: all ids to all text. It must not tidy spaces up afterwards (``clean_up_tokenization_spaces=False``).
             stop: strings that end the text, and are left out of it. ValueError for an empty one.
             byte_ids: the ids of byte-fallback tokens, see :func:`byte_fallback_ids`.
+            num_deaf: tokens at the beginning that complete no stop string. One that begins there may be completed later.
         """
         self._window = _Window(decode, byte_ids)
         self._stop = _StopScan(stop)
         self._pieces: list[str] = []
+        self._num_deaf = num_deaf
+        self._num_chars = 0
+
+    @property
+    def num_chars(self) -> int:
+        """Characters that are certain, those held back as a possible stop string included."""
+        return self._num_chars
 
     @property
     def text(self) -> str:
@@ -71,14 +80,20 @@ class TextStream:
     def push(self, token_id: int) -> PushResult:
         """Add one token."""
         assert not self.stopped, "no token may follow a stop string"
-        return PushResult(self._give(self._stop.push(self._window.push(token_id))), self.stopped)
+        is_deaf = self._num_deaf > 0
+        self._num_deaf -= is_deaf
+        return PushResult(self._give(self._read(self._window.push(token_id), is_deaf)), self.stopped)
 
     def finish(self) -> str:
         """The rest of the text, now that no token follows. A stop string completed only here is cut off as well."""
         if self.stopped:
             return ""
-        text = self._stop.push(self._window.finish())
+        text = self._read(self._window.finish(), self._num_deaf > 0)
         return self._give(text + self._stop.finish())
+
+    def _read(self, text: str, is_deaf: bool) -> str:
+        self._num_chars += len(text)
+        return self._stop.push(text, is_deaf=is_deaf)
 
     def _give(self, text: str) -> str:
         if text:
@@ -176,8 +191,8 @@ class _StopScan:
         self._held = ""
         self.found = False
 
-    def push(self, text: str) -> str:
-        """Read on; returns text that is certainly in front of every stop string."""
+    def push(self, text: str, *, is_deaf: bool = False) -> str:
+        """Read on; returns text that is certainly in front of every stop string. A deaf reader finds none, but remembers."""
         if not self._stop or not text:
             return text
         buffer = self._held + text
@@ -188,9 +203,12 @@ class _StopScan:
                 while k and stop[k] != char:
                     k = self._borders[i][k - 1]
                 k += stop[k] == char
-                self._matched[i] = k
                 if k == len(stop):
-                    longest = max(longest, k)
+                    if is_deaf:
+                        k = self._borders[i][k - 1]
+                    else:
+                        longest = max(longest, k)
+                self._matched[i] = k
             if longest:
                 self.found = True
                 self._held = ""

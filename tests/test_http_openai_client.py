@@ -73,7 +73,7 @@ def test_client_reaches_our_extensions(client: openai.OpenAI) -> None:
 def test_client_raises_the_error_that_fits(client: openai.OpenAI, server: Server) -> None:
     """Its users catch classes, which it chooses by status and body."""
     with pytest.raises(openai.BadRequestError) as bad:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, n=3)
+        client.chat.completions.create(model=MODEL, messages=MESSAGES, n=300)
     assert bad.value.param == "n"
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="other", messages=MESSAGES)

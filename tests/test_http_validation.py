@@ -141,6 +141,25 @@ def test_missing_prompt_and_messages_are_named(server: Server) -> None:
         ("logit_bias", {"5": None}),
         ("logit_bias", {"5": 10**400}),
         ("stop", ["x"] * 17),
+        ("n", 0),
+        ("n", True),
+        ("n", 1.5),
+        ("n", 10**400),
+        ("best_of", 0),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", "5"),
+        ("echo", 1),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [10000000]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", ["5"]),
+        ("stop_token_ids", [1] * 1025),
+        ("ignore_eos", 1),
+        ("min_tokens", -1),
+        ("min_tokens", True),
+        ("min_tokens", 10**400),
         ("stop", 5),
         ("stream", "yes"),
         ("stream", 1),
@@ -152,7 +171,7 @@ def test_missing_prompt_and_messages_are_named(server: Server) -> None:
 def test_impossible_values_are_refused_by_name(server: Server, name: str, value: object) -> None:
     """Neither a crash, nor a silent clamp to something the caller did not ask for."""
     # Inside a list, the item at fault is named.
-    param = f"{name}[1]" if value == ["a", ""] else f"{name}[0]" if value == "" else name
+    param = f"{name}[1]" if value == ["a", ""] else f"{name}[0]" if value in ("", [-1], ["5"], [True]) else name
     refused(server.complete(**{name: value}), param)
     assert server.engine.submitted == []
 
@@ -250,25 +269,29 @@ def test_text_with_half_a_surrogate_pair_is_refused(server: Server) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("best_of", 4),
-        ("echo", True),
-        ("logprobs", 1),
-        ("logprobs", 0),
         ("response_format", {"type": "json_object"}),
         ("tools", [{"type": "function"}]),
         ("tool_choice", "required"),
-        ("stop_token_ids", [10000000]),
-        ("min_tokens", 20),
         ("suffix", "x"),
     ],
 )
 def test_unsupported_parameters_are_refused_by_name(server: Server, name: str, value: object) -> None:
     """An answer that silently ignores a constraint looks like one that satisfies it."""
     message = refused(server.complete(**{name: value}), name, code="unsupported_parameter")
-    assert "not supported yet" in message
+    assert "not supported" in message
     refused(server.chat(**{name: value}), name, code="unsupported_parameter")
+
+
+def test_what_only_the_other_endpoint_has_is_refused_by_name(server: Server) -> None:
+    """Both call it log-probabilities, but one asks with a number and the other with two fields."""
+    refused(server.complete(top_logprobs=3), "top_logprobs", code="unsupported_parameter")
+    refused(server.chat(echo=True), "echo", code="unsupported_parameter")
+    assert server.complete(top_logprobs=0).status_code == 200
+    assert server.chat(echo=False).status_code == 200
+    refused(server.complete(logprobs=True), "logprobs")
+    refused(server.chat(logprobs=3), "logprobs")
+    assert server.engine.submitted[-1].num_logprobs is None
 
 
 @pytest.mark.parametrize("name", ["max_token", "Temperature", "prompts", "", "x" * 5000])
@@ -289,6 +312,10 @@ def test_unknown_parameters_inside_objects_are_refused_with_their_path(server: S
 def test_contradictions_are_refused(server: Server) -> None:
     """Two values that cannot both be honored are a mistake the caller wants to know about."""
     refused(server.complete(max_tokens=5, max_completion_tokens=6), "max_tokens")
+    refused(server.complete(n=2, best_of=1), "best_of")
+    refused(server.complete(echo=True, logprobs=1), "echo", code="unsupported_parameter")
+    refused(server.chat(top_logprobs=2), "top_logprobs")
+    refused(server.chat(top_logprobs=2, logprobs=False), "top_logprobs")
     refused(server.complete(stream_options={"include_usage": True}), "stream_options")
     refused(server.complete(stream=False, stream_options={"include_usage": True}), "stream_options")
     refused(server.complete(speculative={"enabled": False, "schedule": "graft"}), "speculative.schedule")
@@ -375,7 +402,8 @@ def test_an_empty_schedule_is_no_schedule(server: Server) -> None:
         {"prompt": ""},
         {"prompt": "x" * 100},
         {"speculative": {"schedule": "magic"}},
-        {"n": 2},
+        {"best_of": 2},
+        {"logprobs": 21},
     ],
 )
 def test_bad_streamed_requests_get_a_status_not_a_stream(server: Server, bad: dict[str, object]) -> None:
@@ -429,6 +457,9 @@ def test_more_prompts_than_the_queue_holds_are_refused(server: Server) -> None:
     """Such a call could never be accepted, however often it is tried again, so it is no 429."""
     assert server.complete(prompt=["a"] * 6, max_tokens=1).status_code == 200
     refused(server.complete(prompt=["a"] * 7), "prompt")
+    assert server.complete(prompt=["a"] * 2, n=3, max_tokens=1).status_code == 200
+    refused(server.complete(prompt=["a"] * 2, n=4), "n")
+    refused(server.complete(n=2**63 - 1), "n")
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -12,6 +13,8 @@ from app.answers import answer, check_model
 from app.prompts import chat_prompt
 from app.protocol import ChatBody
 from app.serving import Ready
+from app.token_text import TokenTexts
+from engine.request import TokenLogprob
 
 router = APIRouter()
 
@@ -25,26 +28,41 @@ class ChatDialect:
     prompt_param = "messages"
     default_limit: int | None = None
 
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+    def choice(self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """A whole choice."""
         message = {"role": "assistant", "content": text}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> dict[str, Any]:
         """Who speaks; said once."""
         return self._delta(index, {"role": "assistant", "content": ""})
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
+    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Text that is not the end."""
-        return self._delta(index, {"content": text})
+        return self._delta(index, {"content": text}, logprobs=logprobs)
 
-    def ending(self, index: int, reason: str) -> dict[str, Any]:
+    def ending(self, index: int, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """The end, without text."""
-        return self._delta(index, {}, reason)
+        return self._delta(index, {}, reason, logprobs)
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+        """One object per token, with the likeliest tokens at its place."""
+
+        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+            shown = texts(token_id)
+            return {"token": shown.text, "bytes": shown.bytes, "logprob": logprob}
+
+        content = [
+            {**entry(one.token_id, one.logprob), "top_logprobs": [entry(*other) for other in one.alternatives]}
+            for one in tokens
+        ]
+        return {"content": content, "refusal": None}
 
     @staticmethod
-    def _delta(index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    def _delta(
+        index: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
 
 DIALECT = ChatDialect()

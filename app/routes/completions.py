@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -9,9 +10,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from app.answers import answer, check_model
-from app.prompts import completion_prompts
+from app.prompts import completion_prompts, prompt_texts
 from app.protocol import CompletionBody
 from app.serving import Ready
+from app.token_text import TokenTexts
+from engine.request import TokenLogprob
 
 router = APIRouter()
 
@@ -25,20 +28,38 @@ class CompletionDialect:
     prompt_param = "prompt"
     default_limit: int | None = 16  # what clients of this endpoint have always got
 
-    def choice(self, index: int, text: str, reason: str | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
+    ) -> dict[str, Any]:
         """A whole choice."""
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> None:
         """None: a stream begins with text."""
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
+    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Text that is not the end."""
-        return self.choice(index, text, None)
+        return self.choice(index, text, None, logprobs)
 
-    def ending(self, index: int, reason: str) -> dict[str, Any]:
+    def ending(self, index: int, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """The end, without text."""
-        return self.choice(index, "", reason)
+        return self.choice(index, "", reason, logprobs)
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
+        """Four lists with one item per token; the token itself is among the likeliest, as one too many if need be."""
+
+        def likeliest(one: TokenLogprob) -> dict[str, float]:
+            shown: dict[str, float] = {}
+            for token_id, logprob in (*one.alternatives, (one.token_id, one.logprob)):
+                shown.setdefault(texts(token_id).text, logprob)
+            return shown
+
+        return {
+            "tokens": [texts(one.token_id).text for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [likeliest(one) for one in tokens],
+            "text_offset": [one.text_offset for one in tokens],
+        }
 
 
 DIALECT = CompletionDialect()
@@ -46,7 +67,8 @@ DIALECT = CompletionDialect()
 
 @router.post("/v1/completions", response_model=None)
 async def create_completion(http: HttpRequest, serving: Ready, body: CompletionBody) -> Response:
-    """Continue a prompt, or each of a list of prompts; ``index`` is the prompt's place in the list."""
+    """Continue a prompt, or each of a list of prompts; ``index`` counts prompts times n."""
     check_model(serving, body.model)
     prompts = await completion_prompts(serving.tokenizer, body.prompt, vocab_size=serving.engine.vocab_size)
-    return await answer(http, serving, DIALECT, body, prompts)
+    echoes = await prompt_texts(serving.tokenizer, body.prompt) if body.echo else None
+    return await answer(http, serving, DIALECT, body, prompts, echoes)

@@ -1,0 +1,77 @@
+"""One choice of an answer as it arrives: text, log-probabilities that keep step with it, and how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from app.errors import RequestFailed
+from engine.request import Delta, EngineStopped, FinishReason, RequestStats, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one delta adds to a choice."""
+
+    text: str
+    logprobs: list[TokenLogprob]  # of the tokens whose text begins inside the text so far; at the end of all that are left
+
+
+@dataclass(slots=True)
+class Choice:
+    """What has arrived of one choice.
+
+    A token's log-probability waits until text from its place on is given out. So a stream and a whole answer tell the same,
+    and a place in the text is never behind the end of the text, even if a stop string cuts it.
+    """
+
+    token_text: Callable[[int], str]
+    echo: str | None = None  # the prompt's text, to be given out first
+    num_output_tokens: int = 0
+    num_chars: int = 0  # of the answer, without the echo
+    reason: str = ""
+    stats: RequestStats | None = None
+    _waiting: list[TokenLogprob] = field(default_factory=list)
+    _first: int | None = None  # the first token
+
+    def take(self, delta: Delta) -> Piece:
+        """Book a delta. Raises EngineStopped or RequestFailed if it ends the request without an answer."""
+        self.num_output_tokens += len(delta.token_ids)
+        if delta.finish_reason is FinishReason.ABORT:
+            raise EngineStopped("The server stopped before the answer was complete.")
+        if delta.finish_reason is FinishReason.ERROR:
+            raise RequestFailed(delta.error or "The engine failed on this request.")
+        self._waiting.extend(delta.logprobs)
+        self.num_chars += len(delta.text)
+        if self._first is None and delta.token_ids:
+            self._first = delta.token_ids[0]
+        is_over = delta.finish_reason is not None
+        if delta.finish_reason is not None:
+            self.reason = delta.finish_reason.value
+            self.stats = delta.stats
+        return Piece(self._with_echo(delta.text, is_over), self._due(is_over))
+
+    def _due(self, is_over: bool) -> list[TokenLogprob]:
+        count = len(self._waiting)
+        if not is_over:
+            count = next((i for i, one in enumerate(self._waiting) if one.text_offset >= self.num_chars), count)
+        due, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [replace(one, text_offset=min(one.text_offset, self.num_chars)) for one in due]
+
+    def _with_echo(self, text: str, is_over: bool) -> str:
+        """The prompt in front of the first text, and between them what decoding the answer alone has dropped."""
+        if self.echo is None or not (text or is_over):
+            return text
+        echo, self.echo = self.echo, None
+        if self._first is None or not text:
+            return echo + text
+        return echo + missing_space(self.token_text(self._first), text) + text
+
+
+def missing_space(first: str, text: str) -> str:
+    """The spaces in front of `first`, the first token's text, that `text` lacks.
+
+    Tokenizers of the SentencePiece kind drop one or all of them at the start of whatever they decode.
+    """
+    num_spaces = len(first) - len(first.lstrip(" "))
+    return next((first[:count] for count in range(num_spaces + 1) if text.startswith(first[count:])), "")
