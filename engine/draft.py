@@ -46,14 +46,13 @@ def grow_trees(
     sequences: list[Sequence],
     drafters: Mapping[str, Drafter],
     *,
-    stop_tokens: frozenset[int],
     vocab_size: int,
 ) -> list[Draft]:
     """Grow one tree per sequence, in order. A sequence whose plan stops at once gets a tree of its root alone.
 
     So does one whose prompt is not in the cache yet: its first token should not wait for a drafter to read the prompt too.
     """
-    drafts = [Draft(sequence, _begin(sequence, stop_tokens, vocab_size)) for sequence in sequences]
+    drafts = [Draft(sequence, _begin(sequence, vocab_size)) for sequence in sequences]
     growing = drafts
     while growing:
         asked: dict[str, list[tuple[Draft, Ask]]] = defaultdict(list)
@@ -67,8 +66,8 @@ def grow_trees(
     return drafts
 
 
-def _begin(sequence: Sequence, stop_tokens: frozenset[int], vocab_size: int) -> Growth:
-    policy = sequence.schedule.policy
+def _begin(sequence: Sequence, vocab_size: int) -> Growth:
+    policy, stop_tokens = sequence.schedule.policy, sequence.end_tokens
     max_depth = max(sequence.max_depth, 0) if sequence.num_pending == 1 else 0
     if isinstance(policy, SampledPolicy):
         uniform = DraftNoise(sequence.request.sampling.seed, sequence.num_output)

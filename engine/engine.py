@@ -256,7 +256,7 @@ class Engine:
         """Admit, draft, score, commit, emit."""
         self._admit()
         prefills, decoding = self._split()
-        drafts = grow_trees(decoding, self._drafters, stop_tokens=self.stop_tokens, vocab_size=self.vocab_size)
+        drafts = grow_trees(decoding, self._drafters, vocab_size=self.vocab_size)
         start = time.perf_counter()
         fed, scored = score(self.target, prefills, drafts)
         share = (time.perf_counter() - start) / max(len(prefills) + len(drafts), 1)
