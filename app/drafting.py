@@ -59,8 +59,6 @@ class LoadedDrafter:
     def row_bytes(self, element_size: int) -> int:
         """Bytes of one row of its cache."""
         config: Any = self.module.config
-        if isinstance(self.module, DraftHead) and self.module.config.context == "target":
-            return 0  # none for the text, see _TAIL_ROWS
         if isinstance(self.module, DraftHead):
             return 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_size
         return lm_row_bytes(config.get_text_config(), element_size)

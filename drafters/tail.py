@@ -16,7 +16,7 @@ import torch
 
 from drafters.base import DraftRequest, Halt
 from drafters.reading import missing_nodes, read_answer
-from models.tail_lm import Sprout, TailLM
+from models.tail_lm import Beside, Sprout, TailLM
 from tree.flatten import visible
 from tree.growth import Answer
 from tree.tree import TokenTree
@@ -26,6 +26,7 @@ from tree.tree import TokenTree
 class Tail:
     """What the head remembers about one sequence."""
 
+    beside: Beside | None = None  # the target's keys and values of the text, where copying them pays
     fused: torch.Tensor | None = None  # `[1, hidden]`, of the newest token that the target has been fed
     num_heard: int = 0  # verified tokens whose hidden states came in
     rows: dict[int, int] = field(default_factory=dict)  # tree node -> row, the root included, in the order of entering
@@ -45,7 +46,7 @@ class TailDrafter:
 
     def open(self) -> Tail:
         """An empty memory."""
-        return Tail()
+        return Tail(Beside() if self.lm.device.type == "cpu" else None)
 
     @torch.inference_mode()
     def observe(self, state: Tail, start: int, hidden: torch.Tensor) -> None:
@@ -88,6 +89,7 @@ class TailDrafter:
         """Free every row of the sequence."""
         self.commit(state, (), None, ())
         state.fused = None
+        state.beside = None if state.beside is None else Beside()
 
     def _answer(self, request: DraftRequest) -> Answer | Halt:
         return read_answer(
@@ -125,8 +127,10 @@ class TailDrafter:
             return
         taken: list[list[int]] = []
         try:
-            for _, nodes in work:
+            for request, nodes in work:
                 taken.append(self.lm.pool.allocate(len(nodes)))
+                if request.state.beside is not None and nodes == [0]:
+                    self.lm.catch_up(request.state.beside, request.target_rows)
             result = self.lm.forward([_sprout(*item, rows) for item, rows in zip(work, taken, strict=True)])
             log_probs = torch.log_softmax(result.logits, dim=-1)
         except BaseException:
@@ -157,4 +161,5 @@ def _sprout(request: DraftRequest, nodes: list[int], rows: list[int]) -> Sprout:
         rows=rows,
         visible=visible(tree, nodes, [*earlier, *nodes]),
         fused=fused,
+        beside=state.beside,
     )

@@ -17,6 +17,37 @@ from torch.nn.functional import scaled_dot_product_attention
 from models.draft_head import DraftHead
 from models.kv_cache import RowPool
 
+_LEAST_CAPACITY = 1024  # tokens
+_ROOM = 512  # drafted tokens of one text: as many as a working tree has nodes
+
+
+class Beside:
+    """The target's keys and values of one text in the last layers, in one piece, with room behind them for drafted tokens.
+
+    Gathering them anew for every pass costs more than the pass itself once a text has a few hundred tokens.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0  # verified tokens that are here
+        self.keys = self.values = torch.empty(0, 0, 0, 0)  # [layers, kv_heads, capacity, head_dim]
+
+    def catch_up(self, pool: RowPool, first: int, rows: np.ndarray, room: int) -> None:
+        """Copy what is new of a text with the cache rows `rows`, from layer `first` on; see that `room` tokens more fit."""
+        total = len(rows) + room
+        if self.keys.shape[2] < total:
+            layers, kv_heads, head_dim = pool.keys.shape[0] - first, *pool.keys.shape[2:]
+            capacity = max(total, 2 * self.keys.shape[2], _LEAST_CAPACITY)
+            grown = [pool.keys.new_empty(layers, kv_heads, capacity, head_dim) for _ in range(2)]
+            if self.length:
+                grown[0][:, :, : self.length] = self.keys[:, :, : self.length]
+                grown[1][:, :, : self.length] = self.values[:, :, : self.length]
+            self.keys, self.values = grown
+        new = torch.from_numpy(rows[self.length :])
+        for layer in range(self.keys.shape[0]):
+            self.keys[layer, :, self.length : len(rows)] = pool.keys[first + layer].index_select(0, new).transpose(0, 1)
+            self.values[layer, :, self.length : len(rows)] = pool.values[first + layer].index_select(0, new).transpose(0, 1)
+        self.length = len(rows)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sprout:
@@ -34,6 +65,7 @@ class Sprout:
     rows: Sequence[int]
     visible: torch.Tensor
     fused: torch.Tensor
+    beside: Beside | None = None  # of this text, brought up to date; None: the target's rows are gathered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,6 +86,7 @@ class _Span:
     theirs: torch.Tensor
     ours: torch.Tensor
     mask: torch.Tensor | None
+    beside: Beside | None = None
 
 
 class TailLM:
@@ -112,8 +145,8 @@ class TailLM:
             outputs = [
                 scaled_dot_product_attention(
                     q[:, :, span.start : span.end],
-                    _gather(their_keys, span.theirs, keys, span.ours),
-                    _gather(their_values, span.theirs, values, span.ours),
+                    _seen(span, layer, "keys", their_keys, keys),
+                    _seen(span, layer, "values", their_values, values),
                     attn_mask=span.mask,
                     scale=scaling,
                     enable_gqa=shared,
@@ -135,10 +168,11 @@ class TailLM:
         spans, starts, start = [], [], 0
         for sprout in sprouts:
             end = start + len(sprout.tokens)
+            assert sprout.beside is None or sprout.beside.length == len(sprout.prefix), "the copy is not up to date"
             mask = torch.ones(len(sprout.tokens), len(sprout.prefix) + sprout.visible.shape[1], dtype=torch.bool)
             mask[:, len(sprout.prefix) :] = sprout.visible
             ours = torch.tensor([*sprout.earlier, *sprout.rows])
-            spans.append(_Span(start, end, torch.from_numpy(sprout.prefix), ours, mask))
+            spans.append(_Span(start, end, torch.from_numpy(sprout.prefix), ours, mask, sprout.beside))
             starts.append(start)
             start = end
         if self.device.type != "cpu" and len(spans) > 1:
@@ -148,7 +182,11 @@ class TailLM:
     def _placed(self, span: _Span) -> _Span:
         assert span.mask is not None, "made just now"
         mask = None if bool(span.mask.all()) else span.mask[None, None].to(self.device)
-        return _Span(span.start, span.end, span.theirs.to(self.device), span.ours.to(self.device), mask)
+        return _Span(span.start, span.end, span.theirs.to(self.device), span.ours.to(self.device), mask, span.beside)
+
+    def catch_up(self, beside: Beside, rows: np.ndarray) -> None:
+        """Bring a text's `beside` up to date; `rows` are the target's cache rows of it."""
+        beside.catch_up(self._target_pool, self._first, rows, min(self.pool.num_rows, _ROOM))
 
 
 def _union(spans: Sequence[_Span]) -> _Span:
@@ -163,6 +201,16 @@ def _union(spans: Sequence[_Span]) -> _Span:
         mask[span.start : span.end, right : right + len(span.ours)] = span.mask[:, count:]
         left, right = left + count, right + len(span.ours)
     return _Span(0, spans[-1].end, theirs, ours, mask)
+
+
+def _seen(span: _Span, layer: int, which: str, theirs: torch.Tensor, ours: torch.Tensor) -> torch.Tensor:
+    """Keys or values `[1, kv_heads, rows, head_dim]` that a span attends to: the text's, then the drafted tokens'."""
+    if span.beside is None:
+        return _gather(theirs, span.theirs, ours, span.ours)
+    everything: torch.Tensor = getattr(span.beside, which)[layer]
+    start, end = span.beside.length, span.beside.length + len(span.ours)
+    everything[:, start:end] = ours.index_select(0, span.ours).transpose(0, 1)
+    return everything[None, :, :end]
 
 
 def _gather(theirs: torch.Tensor, their_rows: torch.Tensor, ours: torch.Tensor, our_rows: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,7 @@ def test_what_has_no_model_of_its_own_loads_none(name: str, target: PreTrainedMo
     [
         ("model", CausalLMDrafter, (), None, 2 * 2 * 2 * 8 * 4),
         ("lm", CausalLMDrafter, (), 100, 2 * 2 * 2 * 8 * 4),
-        ("tail", TailDrafter, (0, 1, 5), VOCAB, 0),
+        ("tail", TailDrafter, (0, 1, 5), VOCAB, 256),
         ("own head", HeadDrafter, (0, 1, 2), 99, 2 * 1 * 2 * 8 * 4),
         ("release", HeadDrafter, (1, 3, 4), None, 2 * 1 * 2 * 8 * 4),
         ("speculators", HeadDrafter, (1, 3, 4), None, 2 * 1 * 2 * 8 * 4),

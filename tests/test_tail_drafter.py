@@ -352,7 +352,9 @@ def test_the_oracle_sees_a_flaw_in_the_masked_attention(of: str, monkeypatch: py
         ask(listeners, [listener.request([0]) for listener in listeners])
 
 
-@pytest.mark.parametrize("flaw", ["feature", "position", "sibling", "stranger", "one row less", "one row more"])
+@pytest.mark.parametrize(
+    "flaw", ["feature", "position", "sibling", "stranger", "one row less", "one row more", "another copy"]
+)
 def test_the_oracle_sees_a_flaw(flaw: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: each of the faults that leave the text right and only make the head worse must not pass."""
     setting = Setting()
@@ -375,9 +377,11 @@ def test_the_oracle_sees_a_flaw(flaw: str, monkeypatch: pytest.MonkeyPatch) -> N
         elif flaw == "stranger":
             given["fused"] = given["fused"].flip(0) + 1.0
         elif flaw == "one row less":
-            given["prefix"] = given["prefix"][1:]
+            given["prefix"], given["beside"] = given["prefix"][1:], None
         elif flaw == "one row more":
-            given["prefix"] = np.append(given["prefix"], given["prefix"][-1])
+            given["prefix"], given["beside"] = np.append(given["prefix"], given["prefix"][-1]), None
+        elif flaw == "another copy":
+            given["beside"].values[:, :, 0] += 1.0
         return sprout(**given)
 
     monkeypatch.setattr(drafters.tail, "Sprout", flawed)
@@ -430,3 +434,18 @@ def test_a_head_of_another_shape_than_the_targets_cache_is_refused(shape: tuple[
     head = tail_head(toy.tiny_causal_lm("llama", VOCAB, 3, layers=4), num_layers=2)
     with pytest.raises(ValueError, match="not shaped like the target's"):
         TailLM(head, torch.zeros(VOCAB, 32), RowPool(shape[0], 8, *shape[1:]), num_rows=8)
+
+
+def test_the_copy_of_a_text_grows_with_it() -> None:
+    """Rows come in pieces, scattered and far more than there was room for at first; the copy must be theirs, in order."""
+    rng = random.Random(4)
+    pool = RowPool(4, 4000, 2, 3)
+    pool.keys.copy_(torch.randn(pool.keys.shape, generator=torch.Generator().manual_seed(1)))
+    pool.values.copy_(torch.randn(pool.values.shape, generator=torch.Generator().manual_seed(2)))
+    rows, beside = np.array(rng.sample(range(4000), 3000)), tail_lm.Beside()
+    for length in (1, 2, 40, 1500, 1501, 3000):
+        beside.catch_up(pool, 1, rows[:length], room=7)
+        assert beside.length == length and beside.keys.shape[2] >= length + 7
+        for layer in range(3):
+            assert torch.equal(beside.keys[layer, :, :length], pool.keys[1 + layer][rows[:length]].transpose(0, 1))
+            assert torch.equal(beside.values[layer, :, :length], pool.values[1 + layer][rows[:length]].transpose(0, 1))
