@@ -27,7 +27,7 @@ class DataPlan:
 
 
 def write_data(
-    target: nn.Module,
+    load: Callable[[], nn.Module],
     tokenizer: Any,
     folder: Path,
     plan: DataPlan,
@@ -38,7 +38,7 @@ def write_data(
     extra_text: Sequence[int] = (),
     report: Callable[[int], None],
 ) -> None:
-    """Fill `folder` up to the plan; takes `target` over (it is packed for this). Shards that are there stay.
+    """Fill `folder` up to the plan, with a target that `load` gives if anything is missing. Shards that are there stay.
 
     First come the texts of `extra_text` (token ids), then conversations of the target with itself. `report` is told of tokens
     as they are written. ValueError if the folder holds data of another target or plan, or if nothing can be written.
@@ -64,7 +64,7 @@ def write_data(
     if not missing:
         return
     turns = Turns.of(tokenizer, stops) if missing[-1] >= num_extra else None
-    lm = LockstepLM(target, num_texts=plan.texts, max_length=plan.length, capture=layers)
+    lm = LockstepLM(load(), num_texts=plan.texts, max_length=plan.length, capture=layers)
     for index in missing:
         seed = plan.seed + index
         if index < num_extra:

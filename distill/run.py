@@ -69,7 +69,9 @@ def make_drafter(
     _chosen_layers(recipe, layers, config.num_hidden_layers)  # likewise whether there is such a student
     identity = tokenizer_hash(tokenizer)
     extra = tokenizer.encode(extra_text, add_special_tokens=False) if extra_text else []
-    _write(load, tokenizer, recipe, data, layers, identity, extra, show)
+    stops: Any = target.generation_config.eos_token_id  # type: ignore[union-attr]
+    stops = frozenset(stops if isinstance(stops, list) else [] if stops is None else [stops])
+    _write(load, tokenizer, recipe, data, layers, identity, stops, extra, show)
 
     texts = Texts(data, held_out=recipe.held_out, seed=recipe.seed)
     if texts.shards[0].final.shape[-1] != config.hidden_size:
@@ -128,6 +130,7 @@ def _write(
     data: Path,
     layers: tuple[int, ...],
     identity: str,
+    stops: frozenset[int],
     extra: list[int],
     show: Show,
 ) -> None:
@@ -139,15 +142,13 @@ def _write(
         done += count
         show("writing data", min(done, recipe.data_tokens), recipe.data_tokens, f"{done:,} tokens")
 
-    model = load()
-    stops: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
     write_data(
-        model,
+        load,
         tokenizer,
         data,
         DataPlan(recipe.data_tokens, recipe.length, recipe.texts, recipe.seed),
         layers=layers,
-        stops=frozenset(stops if isinstance(stops, list) else [] if stops is None else [stops]),
+        stops=stops,
         tokenizer_hash=identity,
         extra_text=extra,
         report=report,
@@ -183,8 +184,5 @@ def _student(
         return LMStudent(begin_lm(target, ids, chosen), ids), ids
     texts.use_layers([layers.index(layer) for layer in chosen])
     head, tail = begin_head(target, texts, ids, chosen, num_layers=recipe.num_layers, rank=recipe.rank, seed=recipe.seed)
-    device = next(target.parameters()).device
-    for layer in tail:  # no part of the student, so nobody else moves them
-        layer.to(device)
     embedding = target.get_input_embeddings().weight.detach().clone()  # type: ignore[operator]
     return HeadStudent(head, embedding, depths=recipe.depths, tail=tail), ids

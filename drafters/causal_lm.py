@@ -130,17 +130,10 @@ class CausalLMDrafter:
         """One forward over every request's missing text and nodes; remembers rows and log-probabilities."""
         if not fed:
             return
-        taken: list[list[int]] = []
-        try:
-            for _, feed in fed:
-                taken.append(self.lm.pool.allocate(len(feed.text) + len(feed.nodes)))
+        with self.lm.pool.taking(len(feed.text) + len(feed.nodes) for _, feed in fed) as taken:
             segments = [_segment(request, feed, rows) for (request, feed), rows in zip(fed, taken, strict=True)]
             scores = self.lm.forward(segments)
             log_probs = torch.log_softmax(scores.logits, dim=-1)
-        except BaseException:
-            for rows in taken:  # no state knows of these rows yet
-                self.lm.pool.release(rows)
-            raise
         for index, ((request, feed), rows) in enumerate(zip(fed, taken, strict=True)):
             state, num_text = request.state, len(feed.text)
             state.rows.extend(rows[:num_text])

@@ -149,17 +149,10 @@ class HeadDrafter:
         work = [(request, entries) for request, entries in work if entries.num_text or entries.nodes]
         if not work:
             return
-        taken: list[list[int]] = []
-        try:
-            for _, entries in work:
-                taken.append(self.lm.pool.allocate(entries.num_text + len(entries.nodes)))
+        with self.lm.pool.taking(entries.num_text + len(entries.nodes) for _, entries in work) as taken:
             segments = [_segment(request, entries, rows) for (request, entries), rows in zip(work, taken, strict=True)]
             result = self.lm.forward(segments, [_inputs(request, entries) for request, entries in work])
             log_probs = torch.log_softmax(result.logits, dim=-1)
-        except BaseException:
-            for rows in taken:  # no state knows of these rows yet
-                self.lm.pool.release(rows)
-            raise
         for index, ((request, entries), rows) in enumerate(zip(work, taken, strict=True)):
             state, start = request.state, result.starts[index]
             if entries.num_text:

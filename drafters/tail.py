@@ -125,18 +125,12 @@ class TailDrafter:
         """One pass over every sequence's new nodes; remembers rows, hidden states and log-probabilities."""
         if not work:
             return
-        taken: list[list[int]] = []
-        try:
+        with self.lm.pool.taking(len(nodes) for _, nodes in work) as taken:
             for request, nodes in work:
-                taken.append(self.lm.pool.allocate(len(nodes)))
                 if request.state.beside is not None and nodes == [0]:
                     self.lm.catch_up(request.state.beside, request.target_rows)
             result = self.lm.forward([_sprout(*item, rows) for item, rows in zip(work, taken, strict=True)])
             log_probs = torch.log_softmax(result.logits, dim=-1)
-        except BaseException:
-            for rows in taken:  # no state knows of these rows yet
-                self.lm.pool.release(rows)
-            raise
         for (request, nodes), rows, start in zip(work, taken, result.starts, strict=True):
             state, here = request.state, slice(start, start + len(nodes))
             state.rows.update(zip(nodes, rows, strict=True))

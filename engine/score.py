@@ -43,24 +43,19 @@ def score(
     Prefill rows join their sequence at once, since prompt tokens need no verification. Rows of trees are in the result,
     for the commit to keep or free. If the forward raises, every row taken here has been given back.
     """
-    segments: list[Segment] = []
-    taken: list[list[int]] = []
-    try:
-        for sequence, count in prefills:
+    chosen = [draft.growth.verify_nodes() for draft in drafts]
+    counts = [count for _, count in prefills]
+    counts += [draft.sequence.num_pending + len(nodes) - 1 for draft, nodes in zip(drafts, chosen, strict=True)]
+    with target.pool.taking(counts) as taken:
+        segments: list[Segment] = []
+        for (sequence, count), rows in zip(prefills, taken, strict=False):
             start = len(sequence.rows)
-            taken.append(target.pool.allocate(count))
             tokens = sequence.tokens[start : start + count]
-            segments.append(Segment(tokens, range(start, start + count), sequence.rows.view(), taken[-1], ()))
-        chosen = [draft.growth.verify_nodes() for draft in drafts]
-        for draft, nodes in zip(drafts, chosen, strict=True):
-            taken.append(target.pool.allocate(draft.sequence.num_pending + len(nodes) - 1))
-            segments.append(_segment(draft.sequence, draft.growth, nodes, taken[-1]))
+            segments.append(Segment(tokens, range(start, start + count), sequence.rows.view(), rows, ()))
+        for draft, nodes, rows in zip(drafts, chosen, taken[len(prefills) :], strict=True):
+            segments.append(_segment(draft.sequence, draft.growth, nodes, rows))
         scores = target.forward(segments)
         sound = torch.isfinite(scores.logits.amax(dim=-1)).tolist()
-    except BaseException:
-        for rows in taken:
-            target.pool.release(rows)
-        raise
     fed = []
     for index, ((sequence, _), rows) in enumerate(zip(prefills, taken, strict=False)):
         fed.append(Prefilled(sequence, len(sequence.rows), scores.hidden_of(index, len(rows))))

@@ -14,7 +14,7 @@ from torch import nn
 
 from models.attention import Segment, attend, make_plan
 from models.draft_head import DraftHead
-from models.kv_cache import RowPool
+from models.placed_head import PlacedHead
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,41 +31,8 @@ class Extension:
     starts: tuple[int, ...]
 
 
-class HeadLM:
-    """A loaded draft head with `num_rows` cache rows.
-
-    `embedding` is the target's `[vocab, target_hidden]`, or the head's own over the same vocabulary. ValueError if its width is
-    not what the head takes.
-    """
-
-    def __init__(self, head: DraftHead, embedding: torch.Tensor, *, num_rows: int) -> None:
-        config = head.config
-        width = config.target_hidden_size if config.combine == "add" else config.hidden_size
-        if embedding.shape[1] != width:
-            raise ValueError(f"the draft head takes embeddings of size {width}, these have size {embedding.shape[1]}")
-        self.head, self.config = head, config
-        self.device = embedding.device
-        self.layers = config.target_layers
-        self.max_positions = config.max_positions
-        self.vocab_size = len(embedding)
-        self._embedding = embedding
-        self.ids: list[int] = head.id_map.tolist()  # draft id -> target id
-        self.draft_ids = {target: draft for draft, target in enumerate(self.ids)}
-        self.pool = RowPool(
-            config.num_layers,
-            num_rows,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=embedding.dtype,
-            device=self.device,
-        )
-        self.num_forwards = 0
-        self.num_rows_forwarded = 0
-
-    @torch.inference_mode()
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states `[n, layers, target_hidden]` as `[n, hidden]`."""
-        return self.head.fuse(features)
+class HeadLM(PlacedHead):
+    """A head that has entries of its own for the whole text."""
 
     @torch.inference_mode()
     def forward(self, segments: Sequence[Segment], fused: Sequence[torch.Tensor]) -> Extension:
@@ -92,12 +59,7 @@ class HeadLM:
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return attend(plan, layer, q, k, v, scaling).transpose(1, 2).flatten(2)
 
-        x = fused[0] if len(fused) == 1 else torch.cat(list(fused))
-        embeddings = self._embedding[torch.tensor(tokens, dtype=torch.int64, device=self.device)]
-        positions = torch.tensor([places], dtype=torch.int64, device=self.device)
-        hidden = self.head.extend(x[None], embeddings[None], positions, attention)[0]
-        self.num_forwards += 1
-        self.num_rows_forwarded += len(tokens)
+        hidden = self._extend(fused, tokens, places, attention)
         logits = self.head.read_out(hidden[wanted]).float()
         return Extension(logits, tuple(offsets), self.head.feed_back(hidden), tuple(starts))
 

@@ -7,8 +7,9 @@ by index, so the order of rows in memory means nothing, and sharing a prefix wou
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -67,6 +68,19 @@ class RowPool:
         del self._free[-count:]
         self._taken[rows] = True
         return rows
+
+    @contextlib.contextmanager
+    def taking(self, counts: Iterable[int]) -> Iterator[list[list[int]]]:
+        """One list of rows per count, for a forward that fills them: if it raises, nobody knows of them and all go back."""
+        taken: list[list[int]] = []
+        try:
+            for count in counts:
+                taken.append(self.allocate(count))
+            yield taken
+        except BaseException:
+            for rows in taken:
+                self.release(rows)
+            raise
 
     def release(self, rows: Iterable[int]) -> None:
         """Give rows back. Giving back a row that is not taken is a fault of ours and raises."""

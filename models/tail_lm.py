@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from models.draft_head import DraftHead
 from models.kv_cache import RowPool
+from models.placed_head import PlacedHead
 
 _LEAST_CAPACITY = 1024  # tokens
 _ROOM = 512  # drafted tokens of one text: as many as a working tree has nodes
@@ -89,41 +90,19 @@ class _Span:
     beside: Beside | None = None
 
 
-class TailLM:
-    """A loaded head beside its target; `num_rows` rows of its own for drafted tokens.
+class TailLM(PlacedHead):
+    """A head beside its target; its own rows are for drafted tokens only.
 
-    `target_pool` is the target's cache, whose last layers the head attends to; `embedding` is the target's.
+    `target_pool` is the target's cache, whose last layers the head attends to.
     """
 
     def __init__(self, head: DraftHead, embedding: torch.Tensor, target_pool: RowPool, *, num_rows: int) -> None:
         config = head.config
-        self.head, self.config = head, config
-        self.device = embedding.device
-        self.layers = config.target_layers
-        self.max_positions = config.max_positions
-        self.vocab_size = len(embedding)
-        self._embedding = embedding
         self._target_pool = target_pool
         self._first = target_pool.keys.shape[0] - config.num_layers
         if self._first < 0 or target_pool.keys.shape[2:] != (config.num_kv_heads, config.head_dim):
             raise ValueError("the draft head's layers are not shaped like the target's")
-        self.ids: list[int] = head.id_map.tolist()  # draft id -> target id
-        self.draft_ids = {target: draft for draft, target in enumerate(self.ids)}
-        self.pool = RowPool(
-            config.num_layers,
-            num_rows,
-            config.num_kv_heads,
-            config.head_dim,
-            dtype=target_pool.keys.dtype,
-            device=self.device,
-        )
-        self.num_forwards = 0
-        self.num_rows_forwarded = 0
-
-    @torch.inference_mode()
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states `[n, layers, target_hidden]` as `[n, hidden]`."""
-        return self.head.fuse(features)
+        super().__init__(head, embedding, num_rows=num_rows)
 
     @torch.inference_mode()
     def forward(self, sprouts: Sequence[Sprout]) -> Growths:
@@ -155,12 +134,7 @@ class TailLM:
             ]
             return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)).transpose(1, 2).flatten(2)
 
-        x = sprouts[0].fused if len(sprouts) == 1 else torch.cat([sprout.fused for sprout in sprouts])
-        embeddings = self._embedding[torch.tensor(tokens, device=self.device)]
-        positions = torch.tensor([places], device=self.device)
-        hidden = self.head.extend(x[None], embeddings[None], positions, attend)[0]
-        self.num_forwards += 1
-        self.num_rows_forwarded += len(tokens)
+        hidden = self._extend([sprout.fused for sprout in sprouts], tokens, places, attend)
         return Growths(self.head.read_out(hidden).float(), self.head.feed_back(hidden), tuple(starts))
 
     def _spans(self, sprouts: Sequence[Sprout]) -> tuple[list[_Span], list[int]]:

@@ -48,7 +48,7 @@ def write_toy_data(
     arguments: dict[str, Any] = {"layers": RECORDED, "stops": STOPS, "tokenizer_hash": tokenizer_hash(TOKENIZER), **changes}
     with short_turns():
         write_data(
-            target or toy_target(), TOKENIZER, folder, plan, extra_text=extra, report=reported.append, **arguments
+            lambda: target or toy_target(), TOKENIZER, folder, plan, extra_text=extra, report=reported.append, **arguments
         )
     return reported
 

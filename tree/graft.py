@@ -31,13 +31,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tree.growth import Answer, Ask, Limits, is_graft
+from tree.growth import Answer, Ask, Limits, StartsTrees, is_graft
 from tree.select import top, verify_set
 from tree.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
-class TreeGraft:
+class TreeGraft(StartsTrees):
     """Grafting of a small and a medium drafter; any two drafter names."""
 
     steps: int = 5  # D: drafting steps per decoding step
@@ -73,16 +73,9 @@ class TreeGraft:
         """The same growth, cut to another number of verified nodes, root included."""
         return replace(self, budget=budget)
 
-    def begin(
-        self,
-        root_token: int,
-        *,
-        stop_tokens: frozenset[int] = frozenset(),
-        max_depth: int | None = None,
-        vocab_size: int,
-    ) -> GraftGrowth:
-        """Start a tree; see :class:`tree.growth.Policy`."""
-        return GraftGrowth(self, TokenTree(root_token), Limits(vocab_size, stop_tokens, max_depth))
+    def start(self, root_token: int, limits: Limits) -> GraftGrowth:
+        """A tree of only the root."""
+        return GraftGrowth(self, TokenTree(root_token), limits)
 
 
 class GraftGrowth:

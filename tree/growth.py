@@ -8,6 +8,7 @@ in the three small records below.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -95,6 +96,27 @@ class Growth(Protocol):
 
     def verify_nodes(self) -> list[int]:
         """The final cut: nodes for the target, ascending, root first, ancestor-closed."""
+
+
+class StartsTrees(ABC):
+    """A policy whose trees begin with nothing but their root and their limits."""
+
+    __slots__ = ()
+
+    def begin(
+        self,
+        root_token: int,
+        *,
+        stop_tokens: frozenset[int] = frozenset(),
+        max_depth: int | None = None,
+        vocab_size: int,
+    ) -> Growth:
+        """Start a tree; see :class:`Policy`."""
+        return self.start(root_token, Limits(vocab_size, stop_tokens, max_depth))
+
+    @abstractmethod
+    def start(self, root_token: int, limits: Limits) -> Growth:
+        """A tree of only the root."""
 
 
 class Policy(Protocol):

@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tree.draws import TreeKind
-from tree.growth import Answer, Ask, Candidates, Growth, Limits, Policy, is_graft
+from tree.growth import Answer, Ask, Candidates, Growth, Limits, Policy, StartsTrees, is_graft
 from tree.select import top
 from tree.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
-class PruneGraft:
+class PruneGraft(StartsTrees):
     """A model's tree, pruned, with retrieved tokens in the free slots."""
 
     base: Policy  # how the model's tree grows; its budget is the whole budget
@@ -57,19 +57,14 @@ class PruneGraft:
         """The same with another budget of the base."""
         return replace(self, base=self.base.with_budget(budget))
 
-    def begin(
-        self,
-        root_token: int,
-        *,
-        stop_tokens: frozenset[int] = frozenset(),
-        max_depth: int | None = None,
-        vocab_size: int,
-    ) -> PruneGraftGrowth:
-        """Start a tree; see :class:`tree.growth.Policy`. ValueError for a base that samples its tree."""
-        base = self.base.begin(root_token, stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size)
+    def start(self, root_token: int, limits: Limits) -> PruneGraftGrowth:
+        """A tree of only the root. ValueError for a base that samples its tree."""
+        base = self.base.begin(
+            root_token, stop_tokens=limits.stop_tokens, max_depth=limits.max_depth, vocab_size=limits.vocab_size
+        )
         if base.tree.kind is not TreeKind.DETERMINISTIC:
             raise ValueError("a sampled tree must not be pruned by score: verification would no longer be lossless")
-        return PruneGraftGrowth(self, base, Limits(vocab_size, stop_tokens, max_depth))
+        return PruneGraftGrowth(self, base, limits)
 
 
 class PruneGraftGrowth:

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from tree.growth import Answer, Ask, Limits, is_graft
+from tree.growth import Answer, Ask, Limits, StartsTrees, is_graft
 from tree.select import rounded
 from tree.tree import TokenTree
 
@@ -36,7 +36,7 @@ class Proposal(NamedTuple):
     rank: int  # among the parent's candidates that may become nodes, 0 is the best
 
 
-class LayerPolicy(ABC):
+class LayerPolicy(StartsTrees):
     """The rules of one policy. All are pure: they look at the growth and change nothing."""
 
     __slots__ = ()
@@ -62,16 +62,9 @@ class LayerPolicy(ABC):
         """The final cut, see :meth:`tree.growth.Growth.verify_nodes`; the whole tree unless a policy says otherwise."""
         return list(range(len(growth.tree)))
 
-    def begin(
-        self,
-        root_token: int,
-        *,
-        stop_tokens: frozenset[int] = frozenset(),
-        max_depth: int | None = None,
-        vocab_size: int,
-    ) -> LayerGrowth:
-        """Start a tree; see :class:`tree.growth.Policy`."""
-        return LayerGrowth(self, TokenTree(root_token), Limits(vocab_size, stop_tokens, max_depth))
+    def start(self, root_token: int, limits: Limits) -> LayerGrowth:
+        """A tree of only the root."""
+        return LayerGrowth(self, TokenTree(root_token), limits)
 
 
 class LayerGrowth:

@@ -29,6 +29,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from tree.growth import Limits, StartsTrees
 from tree.policies.fixed import RankPath, Template
 from tree.policies.layers import LayerGrowth, check_at_least
 
@@ -40,7 +41,7 @@ _NOTHING_WON = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Sequoia:
+class Sequoia(StartsTrees):
     """The best static tree for an acceptance-by-rank vector."""
 
     acceptance: tuple[float, ...] = GUESSED_ACCEPTANCE  # p by rank, best candidate first
@@ -67,17 +68,9 @@ class Sequoia:
         """The plan for another number of nodes, root included; not a part of this one."""
         return replace(self, size=budget)
 
-    def begin(
-        self,
-        root_token: int,
-        *,
-        stop_tokens: frozenset[int] = frozenset(),
-        max_depth: int | None = None,
-        vocab_size: int,
-    ) -> LayerGrowth:
-        """Start a tree; see :class:`tree.growth.Policy`."""
-        template = Template(self.paths)
-        return template.begin(root_token, stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size)
+    def start(self, root_token: int, limits: Limits) -> LayerGrowth:
+        """A tree of only the root, that follows the plan's template."""
+        return Template(self.paths).start(root_token, limits)
 
 
 def expected_tokens(acceptance: tuple[float, ...], paths: Iterable[RankPath]) -> float:
