@@ -204,7 +204,7 @@ def _submit(
     made = _Answer(
         dialect=dialect,
         model=serving.model,
-        budget=budget or serving.engine.schedules[schedule].budget,
+        budget=budget if isinstance(budget, int) else serving.engine.schedules[schedule].budget,
         stream=stream,
         num_prompt_tokens=sum(map(len, prompts)),
         choices=[

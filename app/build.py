@@ -14,7 +14,8 @@ import psutil
 import torch
 
 from app import drafting
-from app.config import Settings
+from app.calibration import profile_for, read_profile
+from app.config import MEASURE_COSTS, NO_COSTS, Settings
 from app.drafting import NGRAM, LoadedDrafter, is_truncated, lm_row_bytes, vocab_size
 from app.serving import LoadedEngine
 from drafters.base import Drafter
@@ -28,10 +29,13 @@ from models.causal_lm import CausalLM
 from models.loading import Placement, choose_placement, load_model, load_tokenizer, prepare
 from models.refusal import check_attention
 from models.threads import no_helpers
+from scheduler.auto_budget import AutoBudget
 from scheduler.definitions import define_schedule
+from scheduler.drift import LiveCosts
 from scheduler.registry import build_schedules, check_budget
 
 _MAX_BUDGET = 511  # nodes per tree, root included; what a working tree holds at most
+_LEAST_EXPANDED = 0.02  # path probability below which no drafter is asked what follows, on a CPU
 _MEMORY_SHARE = 0.4  # of the memory that is free, for the rows of all models together
 
 Progress = Callable[[str], None]
@@ -45,7 +49,9 @@ def build(settings: Settings, progress: Progress) -> LoadedEngine:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with no_helpers():
-        return _build(settings, progress)
+        loaded = _build(settings, progress)
+    _set_prices(loaded, settings, progress)
+    return loaded
 
 
 def _build(settings: Settings, progress: Progress) -> LoadedEngine:
@@ -66,7 +72,8 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
     prepare(target_model, placement)
 
     limits = Limits(settings.max_num_seqs, settings.max_waiting, settings.prefill_chunk, settings.stall_s)
-    budget = settings.budget or default_budget(placement)
+    has_prices = settings.costs != NO_COSTS
+    budget = settings.budget if settings.budget != "auto" else default_budget(placement, is_most=has_prices)
     check_budget(budget, _MAX_BUDGET)
     num_rows = settings.kv_rows or _fitting_rows(settings, names, target_model, loaded, budget, placement)
     max_model_len = min(settings.max_model_len or num_rows, num_rows - budget)
@@ -88,10 +95,10 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         small="small" if "small" in drafters else NGRAM,
         medium="medium" if "medium" in drafters else None,
         budget=budget,
-        min_probability=_worth_a_row(placement),
-        min_expansion=_worth_a_row(placement),
+        is_auto=settings.budget == "auto" and has_prices,
+        min_expansion=_LEAST_EXPANDED if placement.device.type == "cpu" else 0.0,
         width=4 if placement.device.type == "cpu" else 10,
-        word=settings.plan,
+        word=None if settings.plan == "auto" else settings.plan,
     )
     for name, definition in settings.define.items():
         if name in schedules:
@@ -115,18 +122,27 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
     return LoadedEngine(engine, tokenizer)
 
 
-def default_budget(placement: Placement) -> int:
-    """Nodes verified per step where nobody says otherwise: rows are dear on a CPU and nearly free on an accelerator."""
-    return 8 if placement.device.type == "cpu" else 64
+def default_budget(placement: Placement, *, is_most: bool) -> int:
+    """Nodes verified per step where nobody says otherwise: rows are dear on a CPU and nearly free on an accelerator.
 
-
-def _worth_a_row(placement: Placement) -> float:
-    """Path probability from which a node pays for its row.
-
-    Measured on two CPU cores, a row more makes the target's forward about a tenth of a one-row forward dearer, so a node
-    accepted less often than that costs more than it saves. On an accelerator rows are nearly free at these numbers.
+    With `is_most` prices decide, and this only bounds what they may choose.
     """
-    return 0.1 if placement.device.type == "cpu" else 0.0
+    if placement.device.type == "cpu":
+        return 16 if is_most else 8
+    return 64
+
+
+def _set_prices(loaded: LoadedEngine, settings: Settings, progress: Progress) -> None:
+    """Give the engine what it decides by. Not inside `no_helpers`: prices are measured as they are paid."""
+    engine = loaded.engine
+    assert isinstance(engine, Engine), "made in this very module"
+    if settings.costs == NO_COSTS or not any(schedule.is_auto for schedule in engine.schedules.values()):
+        return
+    if settings.costs == MEASURE_COSTS:
+        profile = profile_for(loaded, settings, progress)
+    else:
+        profile = read_profile(Path(settings.costs))
+    engine.auto = AutoBudget(LiveCosts(profile))
 
 
 def _default_schedule(settings: Settings, drafters: dict[str, Drafter]) -> str:

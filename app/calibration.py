@@ -26,6 +26,7 @@ from app.serving import LoadedEngine
 from engine.engine import Engine
 from models.embedded import cache_root
 from models.loading import Placement, choose_placement
+from scheduler.auto_budget import TARGET
 from scheduler.cost import VERSION, CostProfile, Origin
 
 _FORMAT = 1  # raise when something else is measured
@@ -70,6 +71,17 @@ def profile_for(
         progress(f"costs of forwards cannot be kept in {file}: {error}")
     else:
         progress(f"costs of forwards: measured, kept in {file}")
+    return profile
+
+
+def read_profile(file: Path) -> CostProfile:
+    """The profile in `file`. ValueError, naming the file, for one that cannot be read or has no target."""
+    try:
+        profile = CostProfile.from_json(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"costs: {file}: {error}") from error
+    if TARGET not in profile.models:
+        raise ValueError(f"costs: {file} has no prices of a model {TARGET!r}")
     return profile
 
 

@@ -11,12 +11,13 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 ENV_PREFIX = "GRAFTSERVE_"
+MEASURE_COSTS, NO_COSTS = "measure", "none"  # of the setting `costs`
 EMBEDDED = "embedded"  # the default target, which an installed wheel brings along
 CONFIG_VARIABLE = "GRAFTSERVE_CONFIG"  # names the file; not itself a setting
 CACHE_VARIABLE = "GRAFTSERVE_CACHE"  # folder of converted models, read by models.embedded; not a setting either
@@ -29,10 +30,11 @@ class ScheduleDefinition(BaseModel):
 
     policy: str
     options: dict[str, Any] = {}
-    plan: str = Field(default="S*", pattern=r"^([SM]\*|[SM]+\.*)$")
+    plan: str = Field(default="S*", pattern=r"^[NSMB]+(\.*|\*)$")
     drafters: dict[str, str] = {}
     verifier: str = "walk"
     greedy_verifier: str = "greedy"
+    auto: bool = False  # prices decide how much is drafted and verified, the policy's budget is the most
     description: str = ""
 
 
@@ -56,7 +58,9 @@ class Settings(BaseSettings):
         default=None, description="Other texts for prompt lookup: a file that `graftserve corpus` wrote."
     )
     plan: str = Field(
-        default="MSM", pattern=r"^[SM]+\.*$", description="Who drafts at each step of 'treegraft': a word of S and M."
+        default="auto",
+        pattern=r"^(auto|[NSMB]+(\.*|\*))$",
+        description="Who drafts at each step of 'treegraft': a word of N(gram), S, M and B(est); auto: whoever is worth most.",
     )
     schedule: str | None = Field(
         default=None, description="Schedule of requests that name none; none: chosen by the drafters."
@@ -67,8 +71,13 @@ class Settings(BaseSettings):
     allow_lossy: bool = Field(
         default=False, description="Allow schedules whose verification changes the text; their answers say so."
     )
-    budget: int | None = Field(
-        default=None, ge=1, description="Nodes verified per step, root included; none: 8 on a CPU, 64 on an accelerator."
+    budget: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        default="auto", description="Nodes verified per step, root included; auto: as many as pay at this machine's prices."
+    )
+    costs: str = Field(
+        default="measure",
+        min_length=1,
+        description="Prices for budget auto: 'measure' (at the first start, kept), 'none', or a file of `calibrate`.",
     )
     weights: Literal["auto", "fp16", "fp32", "bf16"] = Field(
         default="auto", description="Number format of the weights."

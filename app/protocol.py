@@ -30,7 +30,9 @@ class Speculation(Body):
 
     enabled: bool | None = Field(None, description="false: decode without drafting, which is the schedule 'ar'.")
     schedule: str | None = Field(None, description="A name from /v1/schedules.")
-    budget: Count | None = Field(None, description="Nodes verified per step, root included.")
+    budget: Count | Literal["auto"] | None = Field(
+        None, description="Nodes verified per step, root included; auto: as many as pay."
+    )
 
 
 class StreamOptions(Body):

@@ -62,6 +62,7 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
     return {
         "schedule": stats[0].schedule,
         "budget": budget,
+        "auto": stats[0].is_auto,  # the budget was the most, and prices decided
         "drafters": {
             name: {"drafted": count.drafted, "accepted": count.accepted, "forwards": count.forwards}
             for name, count in drafters.items()

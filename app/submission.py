@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from struct import pack
+from typing import Literal
 
 from app.errors import shorten
 from app.prompts import check_ids, fit
@@ -103,7 +104,7 @@ def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
     return sampling
 
 
-def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | None]:
+def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | Literal["auto"] | None]:
     """Schedule and explicit budget of a request. Raises RequestError for what contradicts itself or does not exist."""
     engine = serving.engine
     if asked is None:
@@ -121,7 +122,7 @@ def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | N
     if asked.enabled and name == AUTOREGRESSIVE:
         message = f"Speculation is enabled, but the schedule {name!r} drafts nothing; name another one."
         raise RequestError(message, param="speculative.schedule")
-    if name == AUTOREGRESSIVE and (asked.budget or 1) > 1:
+    if name == AUTOREGRESSIVE and (asked.budget or 1) not in (1, "auto"):
         message = f"The schedule {name!r} verifies one node per step, so a budget of {asked.budget} cannot be used."
         raise RequestError(message, param="speculative.budget")
     return name, asked.budget

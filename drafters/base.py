@@ -55,6 +55,9 @@ class Drafter(Protocol):
         Called for every verified token in order, from the first one on, and only if `layers` names some.
         """
 
+    def passes(self, request: DraftRequest) -> tuple[int, ...]:
+        """Rows of each forward that answering would take, one after the other; empty if it takes none."""
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
         """Answer several sequences' questions together."""
 

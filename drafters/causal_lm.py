@@ -61,6 +61,12 @@ class CausalLMDrafter:
     def observe(self, state: Following, start: int, hidden: torch.Tensor) -> None:
         """Nothing to take in."""
 
+    def passes(self, request: DraftRequest) -> tuple[int, ...]:
+        """One forward, if anything is missing; text it has to read sooner or later counts as one row."""
+        behind = len(request.state.rows) < len(request.context)
+        rows = behind + len(missing_nodes(request.tree, request.ask, request.state.node_rows))
+        return (rows,) if rows else ()
+
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
         """Feed what is missing of every sequence in one forward and read the candidates off it.
@@ -148,7 +154,7 @@ def _missing(request: DraftRequest, name: str) -> Feed:
     start = len(state.rows)
     if len(context) - start > _CATCH_UP:
         return Feed(context[start : start + _CATCH_UP], [], is_partial=True)
-    return Feed(context[start:], missing_nodes(request.tree, request.ask, name, state.node_rows), is_partial=False)
+    return Feed(context[start:], missing_nodes(request.tree, request.ask, state.node_rows), is_partial=False)
 
 
 def _segment(request: DraftRequest, feed: Feed, rows: list[int]) -> Segment:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from drafters.base import DraftRequest, Halt
-from drafters.reading import missing_nodes, read_answer
+from drafters.reading import layers_of, missing_nodes, read_answer
 from models.attention import Segment
 from models.head_lm import HeadLM
 from models.kv_cache import RowList
@@ -68,6 +68,12 @@ class HeadDrafter:
         assert start == state.num_heard, f"hidden states of token {start}, expected {state.num_heard}"
         state.fused.append(self.lm.fuse(hidden))
         state.num_heard += len(hidden)
+
+    def passes(self, request: DraftRequest) -> tuple[int, ...]:
+        """A forward for every layer of nodes that have no entry yet; the text it is behind counts as one row."""
+        state = request.state
+        behind = len(state.rows) < len(request.context) - 1
+        return layers_of(request, {} if behind else {0: 0, **state.node_rows})
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
@@ -131,7 +137,7 @@ class HeadDrafter:
             return Entries(min(num_missing, _CATCH_UP), [], is_partial=num_missing > _CATCH_UP)
         if 0 not in state.log_probs:  # a text of one token: the target has not been fed anything yet
             return Entries(0, [], is_partial=True)
-        missing = missing_nodes(request.tree, request.ask, self.name, state.node_rows)
+        missing = missing_nodes(request.tree, request.ask, state.node_rows)
         return Entries(0, [node for node in missing if request.tree.parent[node] in state.hidden], is_partial=False)
 
     def _obstacle(self, request: DraftRequest, entries: Entries, num_free: int) -> Halt | None:

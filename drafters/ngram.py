@@ -115,6 +115,10 @@ class NgramDrafter:
     def observe(self, state: Memory, start: int, hidden: torch.Tensor) -> None:
         """Nothing to take in."""
 
+    def passes(self, request: DraftRequest) -> tuple[int, ...]:
+        """None."""
+        return ()
+
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
         """Look every asked node up, its path below the root included, in what has been read of each text."""
         left = READ_AT_ONCE

@@ -3,33 +3,39 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 
-from drafters.base import Halt
+from drafters.base import DraftRequest, Halt
 from models.sampling import SamplingParams, probabilities
 from tree.growth import Answer, Ask, Candidates
 from tree.tree import TokenTree
 
 
-def missing_nodes(tree: TokenTree, ask: Ask, name: str, known: Mapping[int, object]) -> list[int]:
-    """Nodes that drafter `name` has to look at before it can answer, ascending, ancestors included.
+def missing_nodes(tree: TokenTree, ask: Ask, known: Mapping[int, object]) -> list[int]:
+    """Nodes that a drafter has to look at before it can answer, ascending, ancestors included.
 
-    Those asked about; the whole tree if it is to be rescored. `known` holds what it has looked at already.
+    Those asked about. Rescoring needs no more: what hangs below other nodes is rescored when these are asked about. `known`
+    holds what it has looked at already.
     """
-    if ask.rescore:
-        # A leaf's row only serves to expand it; every node that has children, or is asked about, is needed.
-        parents = {tree.parent[node] for node in range(1, len(tree)) if tree.scorer[node] != name}
-        targets = parents.union(ask.nodes)
-    else:
-        targets = set(ask.nodes)
     missing: set[int] = set()
-    for node in targets:
+    for node in ask.nodes:
         while node > 0 and node not in known and node not in missing:
             missing.add(node)
             node = tree.parent[node]
     return sorted(missing)
+
+
+def layers_of(request: DraftRequest, known: Mapping[int, object]) -> tuple[int, ...]:
+    """How many nodes have to be looked at per layer, top down, by a drafter that takes a forward for each layer.
+
+    `known` holds what it has looked at already, the root among them if it has.
+    """
+    counts = Counter(request.tree.depth[node] for node in missing_nodes(request.tree, request.ask, known))
+    root = () if 0 in known else (1,)
+    return root + tuple(counts[depth] for depth in sorted(counts))
 
 
 def read_answer(

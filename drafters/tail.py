@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from drafters.base import DraftRequest, Halt
-from drafters.reading import missing_nodes, read_answer
+from drafters.reading import layers_of, missing_nodes, read_answer
 from models.tail_lm import Beside, Sprout, TailLM
 from tree.flatten import visible
 from tree.growth import Answer
@@ -54,6 +54,10 @@ class TailDrafter:
         assert start == state.num_heard, f"hidden states of token {start}, expected {state.num_heard}"
         state.num_heard += len(hidden)
         state.fused = self.lm.fuse(hidden[-1:])
+
+    def passes(self, request: DraftRequest) -> tuple[int, ...]:
+        """A forward for every layer of nodes that have no entry yet."""
+        return layers_of(request, request.state.rows)
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
@@ -108,7 +112,7 @@ class TailDrafter:
         state = request.state
         if 0 not in state.rows:
             return [0]
-        missing = missing_nodes(request.tree, request.ask, self.name, state.rows)
+        missing = missing_nodes(request.tree, request.ask, state.rows)
         return [node for node in missing if request.tree.parent[node] in state.hidden]
 
     def _obstacle(self, request: DraftRequest, nodes: Sequence[int], num_free: int) -> Halt | None:

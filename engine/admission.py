@@ -6,7 +6,7 @@ Everything here runs on the caller's thread, before anything is queued, so a ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.request import MAX_LOGPROBS, Request, RequestError
 from engine.sequence import end_tokens, rows_needed
@@ -34,7 +34,12 @@ class Limits:
 
 
 def check_rules(schedule: Schedule, *, allow_lossy: bool) -> None:
-    """ValueError for a schedule whose decision rules would be wrong on its trees, or lossy where that is not allowed."""
+    """ValueError for a schedule whose decision rules would be wrong on its trees, or lossy where that is not allowed.
+
+    Leaving out nodes by their price would also be wrong on trees that were drawn: what is left would not be what was drawn.
+    """
+    if schedule.is_auto and isinstance(schedule.policy, SampledPolicy):
+        raise ValueError(f"schedule {schedule.name}: trees that are drawn are verified as a whole; auto cannot size them")
     kind = schedule.policy.kind if isinstance(schedule.policy, SampledPolicy) else TreeKind.DETERMINISTIC
     for name, reads_logits in ((schedule.greedy_verifier, True), (schedule.sampling_verifier, False)):
         if name not in EVERY_VERIFIER:
@@ -52,7 +57,7 @@ def check_rules(schedule: Schedule, *, allow_lossy: bool) -> None:
 
 
 def choose_schedule(
-    request: Request, schedules: Mapping[str, Schedule], default: str, *, max_budget: int
+    request: Request, schedules: Mapping[str, Schedule], default: str, *, max_budget: int, has_prices: bool
 ) -> Schedule:
     """The schedule a request names, or the default, with the budget it asks for. RequestError for what there is not."""
     name = request.schedule or default
@@ -60,12 +65,25 @@ def choose_schedule(
         raise RequestError(f"schedule {name!r} is not one of {', '.join(schedules)}", param="speculative.schedule")
     if request.budget is None:
         return schedules[name]
+    if request.budget == "auto":
+        return _priced(schedules[name], has_prices=has_prices)
     if not 1 <= request.budget <= max_budget:
         raise RequestError(
             f"budget must be between 1 (the root alone) and {max_budget}, not {request.budget}",
             param="speculative.budget",
         )
     return schedules[name].with_budget(request.budget)
+
+
+def _priced(schedule: Schedule, *, has_prices: bool) -> Schedule:
+    if not has_prices:
+        raise RequestError("budget auto needs prices, and this server was started without", param="speculative.budget")
+    if isinstance(schedule.policy, SampledPolicy):
+        raise RequestError(
+            f"schedule {schedule.name} draws its trees at random and verifies all of them; name a number as its budget",
+            param="speculative.budget",
+        )
+    return schedule if schedule.budget == 1 else replace(schedule, is_auto=True)
 
 
 def check_request(

@@ -1,8 +1,8 @@
 """Drafting: every running sequence grows its tree, layer by layer, in drafter forwards shared by all that need one.
 
-At each drafting step every sequence's plan names a drafter or stops; sequences that named the same drafter are answered by one
-call. A drafter that gives up on a sequence is not asked for it again, and a drafter that breaks is given up for everyone who
-asked it: drafting may fail, the request may not.
+At each drafting step every sequence asks one drafter or stops (`engine.question`); those that ask the same one are answered by
+one call. A drafter that gives up on a sequence is not asked for it again, and a drafter that breaks is given up for everyone
+who asked it: drafting may fail, the request may not.
 """
 
 from __future__ import annotations
@@ -12,34 +12,18 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
 
 import torch
 
-from drafters.base import Drafter, DraftRequest, Halt
+from drafters.base import Drafter, Halt
 from engine.noise import DraftNoise
+from engine.question import Draft, next_question, offer, request, state_of
 from engine.sequence import Sequence
-from scheduler.schedule import Action, Signals
+from scheduler.auto_budget import AutoBudget, Offer
 from tree.growth import Answer, Ask, Growth
 from tree.policies.sampled import SampledPolicy
 
 log = logging.getLogger(__name__)
-
-_MOST_TURNED_AWAY = 64  # decisions in a row that found nothing to do: a plan may name one drafter for ever
-
-
-@dataclass(slots=True, eq=False)
-class Draft:
-    """One sequence's tree in the making."""
-
-    sequence: Sequence
-    growth: Growth
-    step: int = 0  # drafting steps decided
-    is_over: bool = False  # an answer could not be used; no further questions in this step
-    exhausted: set[str] = field(default_factory=set)  # drafters with nothing to do since the tree last changed
-    forwards: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    halts: list[tuple[str, str]] = field(default_factory=list)  # drafters that gave up in this step, and why
-    draft_s: float = 0.0
 
 
 def grow_trees(
@@ -47,21 +31,23 @@ def grow_trees(
     drafters: Mapping[str, Drafter],
     *,
     vocab_size: int,
+    auto: AutoBudget | None = None,
 ) -> list[Draft]:
     """Grow one tree per sequence, in order. A sequence whose plan stops at once gets a tree of its root alone.
 
     So does one whose prompt is not in the cache yet: its first token should not wait for a drafter to read the prompt too.
+    Schedules that leave their budget to `auto` make only calls that pay.
     """
     drafts = [Draft(sequence, _begin(sequence, vocab_size)) for sequence in sequences]
     growing = drafts
     while growing:
         asked: dict[str, list[tuple[Draft, Ask]]] = defaultdict(list)
         for draft in growing:
-            question = _next_question(draft)
+            question = next_question(draft, drafters, auto, sharing=len(growing))
             if question is not None:
                 asked[question[0]].append((draft, question[1]))
         for name, questions in asked.items():
-            _propose(drafters[name], questions)
+            _propose(drafters[name], questions, auto)
         growing = [draft for questions in asked.values() for draft, _ in questions]
     return drafts
 
@@ -75,29 +61,6 @@ def _begin(sequence: Sequence, vocab_size: int) -> Growth:
             sequence.tokens[-1], stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size, uniform=uniform
         )
     return policy.begin(sequence.tokens[-1], stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size)
-
-
-def _next_question(draft: Draft) -> tuple[str, Ask] | None:
-    """The drafter that goes on with this tree and what it is asked; None when drafting is over."""
-    schedule, halts = draft.sequence.schedule, draft.sequence.stats.halts
-    turned_away = 0
-    while not draft.is_over and turned_away < _MOST_TURNED_AWAY:
-        signals = Signals(step=draft.step, num_nodes=len(draft.growth.tree), budget=schedule.budget)
-        action = schedule.plan.decide(signals)
-        if action is Action.STOP:
-            return None
-        draft.step += 1
-        name = schedule.drafters[action]
-        if name not in halts and name not in draft.exhausted:
-            ask = draft.growth.ask(name)
-            if ask is not None:
-                return name, ask
-        draft.exhausted.add(name)
-        turned_away += 1
-        # Every drafter of the schedule was turned away since the tree last changed: no later answer can differ.
-        if draft.exhausted.issuperset(schedule.drafters.values()):
-            return None
-    return None
 
 
 def commit_drafters(draft: Draft, drafters: Mapping[str, Drafter], path: SequenceOf[int]) -> None:
@@ -126,7 +89,7 @@ def show_hidden(
             continue
         try:
             stacked = torch.stack([hidden[layer][list(rows)] for layer in drafter.layers], dim=1)
-            drafter.observe(_state(sequence, drafter), start, stacked)
+            drafter.observe(state_of(sequence, drafter), start, stacked)
         except Exception:
             log.exception("drafter %s failed to take in hidden states", name)
             _halt(sequence, drafter, "error")
@@ -141,27 +104,24 @@ def close_drafters(sequence: Sequence, drafters: Mapping[str, Drafter]) -> None:
         _close(drafters[name], state)
 
 
-def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]]) -> None:
+def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]], auto: AutoBudget | None) -> None:
     """Put the questions to the drafter in one call and its answers into the trees."""
     start = time.perf_counter()
+    offers: list[Offer] = []
     try:
-        requests = [
-            DraftRequest(
-                _state(draft.sequence, drafter),
-                draft.sequence.tokens,
-                draft.growth.tree,
-                ask,
-                draft.sequence.request.sampling,
-                draft.sequence.rows.view(),
-            )
-            for draft, ask in questions
-        ]
+        requests = [request(draft, ask, drafter) for draft, ask in questions]
+        if auto is not None and drafter.runs_model:
+            offers = [offer(draft, ask, drafter) for draft, ask in questions]
+            start = time.perf_counter()
         answers = drafter.propose(requests)
         assert len(answers) == len(questions), f"{len(answers)} answers to {len(questions)} questions"
     except Exception:  # whatever broke in a drafter must not fail a request; the sequences go on without it
         log.exception("drafter %s failed; %d sequences go on without it", drafter.name, len(questions))
         answers = [Halt("error")] * len(questions)
-    share = (time.perf_counter() - start) / len(questions)
+    seconds = time.perf_counter() - start
+    if auto is not None and offers:
+        auto.called(offers, 1000 * seconds)
+    share = seconds / len(questions)
     for (draft, _), answer in zip(questions, answers, strict=True):
         draft.draft_s += share
         if isinstance(answer, Halt):
@@ -170,6 +130,9 @@ def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]]) -> None:
             continue
         draft.forwards[drafter.name] += drafter.runs_model
         _attach(draft, drafter, answer)
+    if auto is not None:
+        for made in offers:
+            auto.drafted(made)
 
 
 def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
@@ -187,12 +150,6 @@ def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
         draft.exhausted.clear()
     else:  # asking again in this step would repeat the work: a lookup without a match, or one more piece of a long prompt
         draft.exhausted.add(drafter.name)
-
-
-def _state(sequence: Sequence, drafter: Drafter) -> object:
-    if drafter.name not in sequence.drafter_states:
-        sequence.drafter_states[drafter.name] = drafter.open()
-    return sequence.drafter_states[drafter.name]
 
 
 def _halt(sequence: Sequence, drafter: Drafter, reason: str) -> None:

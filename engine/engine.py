@@ -34,10 +34,12 @@ from engine.request import (
 )
 from engine.score import Scored, score
 from engine.sequence import Sequence, open_sequence
+from engine.size import begin_step, choose_nodes
 from engine.step_stats import add_to_request, by_schedule
 from engine.text import TextStream
 from models.causal_lm import CausalLM
 from models.sampling import probabilities
+from scheduler.auto_budget import AutoBudget
 from scheduler.registry import PLAIN
 from scheduler.schedule import Schedule
 from verify import EVERY_VERIFIER
@@ -96,6 +98,8 @@ class Engine:
         self._decode = decode
         self._byte_ids = byte_ids
         self.stop_tokens = stop_tokens
+        self.auto: AutoBudget | None = None
+        """Decides for schedules that leave their budget to the server; None: they take all that their policies chose."""
         self._observers: list[Observer] = []
         self._inbox: queue.SimpleQueue[Sequence | str | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
@@ -159,7 +163,13 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, QueueFull or EngineStopped, and then nothing was queued."""
-        schedule = choose_schedule(request, self.schedules, self.default_schedule, max_budget=self._max_budget)
+        schedule = choose_schedule(
+            request,
+            self.schedules,
+            self.default_schedule,
+            max_budget=self._max_budget,
+            has_prices=self.auto is not None,
+        )
         check_request(
             request,
             schedule,
@@ -256,10 +266,17 @@ class Engine:
         """Admit, draft, score, commit, emit."""
         self._admit()
         prefills, decoding = self._split()
-        drafts = grow_trees(decoding, self._drafters, vocab_size=self.vocab_size)
+        begin, auto = time.perf_counter(), self.auto
+        if auto is not None:
+            begin_step(auto, prefills, decoding)
+        drafts = grow_trees(decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
+        chosen = choose_nodes(drafts, auto)
         start = time.perf_counter()
-        fed, scored = score(self.target, prefills, drafts)
-        share = (time.perf_counter() - start) / max(len(prefills) + len(drafts), 1)
+        fed, scored = score(self.target, prefills, drafts, chosen)
+        verify_s = time.perf_counter() - start
+        share = verify_s / max(len(prefills) + len(drafts), 1)
+        num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in prefills)
+        was_decoding = not prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
         steps = [StepStats(s.schedule.name, num_prompt_tokens=n, verify_s=share) for s, n in prefills]
         for part, step in zip(fed, steps, strict=True):
             rows = range(step.num_prompt_tokens)
@@ -270,6 +287,12 @@ class Engine:
             block = self._settle(item, share, steps)
             if block is not None:
                 blocks.append((item.draft.sequence, block))
+        if auto is not None:
+            auto.forwarded(num_rows, 1000 * verify_s)
+            if was_decoding and blocks:
+                tokens = sum(len(block.token_ids) for _, block in blocks)
+                names = (sequence.schedule.name for sequence, _ in blocks)
+                auto.stepped(names, tokens=tokens, ms=1000 * (time.perf_counter() - begin))
         # Observers first: whoever reads the counters right after an answer should find it counted.
         self._tell(lambda observer: observer.on_step(by_schedule(steps)))
         for sequence, block in blocks:
@@ -282,7 +305,10 @@ class Engine:
         try:
             if not scored.is_sound:
                 raise ArithmeticError("the target's logits are NaN or infinite")
-            block = commit(scored, self._verify(scored), self.target.pool, self._drafters)
+            verdict = self._verify(scored)
+            if self.auto is not None:
+                self.auto.verified(scored.draft.growth.tree, scored.nodes, verdict.path, sequence.record)
+            block = commit(scored, verdict, self.target.pool, self._drafters)
         except Exception:
             log.exception("request %s ends with an error", sequence.request.id)
             self.target.pool.release(scored.rows)

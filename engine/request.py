@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 from models.sampling import SamplingParams
 
@@ -40,7 +41,7 @@ class Request:
     min_tokens: int = 0  # that many tokens come before any that ends the answer; stop strings count from the next one on
     num_logprobs: int | None = None  # log-probabilities of each token and that many alternatives, up to MAX_LOGPROBS; None: no
     schedule: str | None = None  # None: the server's default
-    budget: int | None = None  # verified nodes per step, root included; None: the schedule's own
+    budget: int | Literal["auto"] | None = None  # verified nodes per step, root included; None: the schedule's own
     keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
 
 
@@ -67,6 +68,7 @@ class RequestStats:
 
     schedule: str
     num_prompt_tokens: int
+    is_auto: bool = False  # prices decided how much was drafted and verified
     num_output_tokens: int = 0
     num_steps: int = 0  # target passes that emitted tokens for this request
     num_spec_steps: int = 0  # of these, passes that verified at least one drafted node

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.draft import Draft
+from engine.question import Draft
 from engine.sequence import Sequence
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
@@ -36,14 +36,13 @@ class Prefilled:
 
 
 def score(
-    target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[Draft]
+    target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[Draft], chosen: list[list[int]]
 ) -> tuple[list[Prefilled], list[Scored]]:
-    """Feed `count` prompt tokens of each prefilling sequence, and the root and verify set of each drafted one.
+    """Feed `count` prompt tokens of each prefilling sequence, and the root and the `chosen` nodes of each drafted one.
 
     Prefill rows join their sequence at once, since prompt tokens need no verification. Rows of trees are in the result,
     for the commit to keep or free. If the forward raises, every row taken here has been given back.
     """
-    chosen = [draft.growth.verify_nodes() for draft in drafts]
     counts = [count for _, count in prefills]
     counts += [draft.sequence.num_pending + len(nodes) - 1 for draft, nodes in zip(drafts, chosen, strict=True)]
     with target.pool.taking(counts) as taken:

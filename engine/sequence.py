@@ -13,6 +13,7 @@ from engine.adjust import Tally
 from engine.request import DrafterCount, Request, RequestStats
 from engine.text import TextStream
 from models.kv_cache import RowList
+from scheduler.acceptance import TextRecord
 from scheduler.schedule import Schedule
 from tree.tree import TokenTree
 
@@ -46,6 +47,7 @@ class Sequence:
     rows: RowList = field(default_factory=RowList)
     drafter_states: dict[str, Any] = field(default_factory=dict)
     trees: deque[TreeRecord] = field(default_factory=deque)
+    record: TextRecord = field(default_factory=TextRecord)  # how drafters have fared on this text
     tally: Tally | None = None  # what penalties count in `tokens`; None until `tallied` is asked for it
 
     @property
@@ -103,6 +105,7 @@ def open_sequence(
         stats=RequestStats(
             schedule=schedule.name,
             num_prompt_tokens=len(prompt),
+            is_auto=schedule.is_auto,
             drafters={name: DrafterCount() for name in schedule.drafters.values()},
             arrived_s=time.monotonic(),
         ),

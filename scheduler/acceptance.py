@@ -36,6 +36,7 @@ FORMAT = "graftserve-acceptance"
 VERSION = 1
 ALL_DEPTHS = 0
 """The key of a drafter's curve over all depths."""
+_SUREST = 0.98  # probability of an edge at most, once a text's own record speaks for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +100,10 @@ class Acceptance:
         """Probability that an edge is taken if the node above it was; 0 to 1, non-decreasing in `log_prob` (<= 0)."""
         return float(self.curve(drafter, depth)(np.array([math.exp(min(log_prob, 0.0))]))[0])
 
-    def paths(self, tree: TokenTree) -> Floats:
+    def paths(self, tree: TokenTree, record: TextRecord | None = None) -> Floats:
         """`[nodes]`: probability that each node of `tree` is accepted, in creation order; 1 for the root.
 
-        The children of a node sum to at most the node's own.
+        The children of a node sum to at most the node's own. `record` is how drafters have fared on this very text.
         """
         size = len(tree)
         parent = np.asarray(tree.parent, dtype=np.intp)
@@ -113,6 +114,8 @@ class Acceptance:
             groups.setdefault((tree.scorer[node], min(tree.depth[node], self.deepest)), []).append(node)
         for (drafter, depth), nodes in groups.items():
             edge[nodes] = self.curve(drafter, depth)(raw[nodes])
+            if record is not None:
+                edge[nodes] = np.minimum(edge[nodes] * record.factor(drafter), _SUREST)
         total = np.bincount(parent[1:], edge[1:], minlength=size)
         edge[1:] /= np.maximum(total, 1.0)[parent[1:]]
         path = edge.tolist()
@@ -169,6 +172,30 @@ def fit_curve(probability: Floats, accepted: Floats, rule: FitRule, before: Curv
     return Curve(tuple(score.tolist()), tuple(level))
 
 
+class TextRecord:
+    """How much better or worse than usual each drafter is on one text: what was accepted of it over what was expected.
+
+    Drafters differ more between texts than between scores: prompt lookup is right twice out of three times in code and once in
+    ten in free prose, at the same score. So each text starts from the common curves and soon goes its own way.
+    """
+
+    def __init__(self, *, prior: float = 3.0, half_life: float = 40.0, most: float = 2.0) -> None:
+        self._prior = prior  # expected acceptances that count beforehand
+        self._keep = 0.5 ** (1 / half_life)
+        self._most = most
+        self._sums: dict[str, tuple[float, float]] = {}  # drafter -> expected and observed acceptances, fading
+
+    def observe(self, drafter: str, expected: float, accepted: bool) -> None:
+        """One verified edge below an accepted node; `expected` is what the common curves say of it."""
+        guess, seen = self._sums.get(drafter, (0.0, 0.0))
+        self._sums[drafter] = (self._keep * guess + expected, self._keep * seen + accepted)
+
+    def factor(self, drafter: str) -> float:
+        """What to multiply this drafter's edges with on this text; 1 before anything is known."""
+        guess, seen = self._sums.get(drafter, (0.0, 0.0))
+        return min((seen + self._prior) / (guess + self._prior), self._most)
+
+
 class LiveAcceptance:
     """Calibration that learns from what is verified: a bounded window of samples per drafter and depth. One owner writes."""
 
@@ -193,12 +220,17 @@ class LiveAcceptance:
         if self._fresh[drafter] >= self.rule.refit_every:
             self.refit(drafter)
 
-    def observe_tree(self, tree: TokenTree, verified: Iterable[int], path: Sequence[int]) -> None:
+    def observe_tree(
+        self, tree: TokenTree, verified: Iterable[int], path: Sequence[int], record: TextRecord | None = None
+    ) -> None:
         """All samples of one step: `verified` nodes of `tree`, and the accepted `path`, both without need of the root."""
         taken = {0, *path}
         for node in verified:
             if node and tree.parent[node] in taken:
-                self.observe(tree.scorer[node], tree.depth[node], tree.lp[node], node in taken)
+                drafter, depth, log_prob = tree.scorer[node], tree.depth[node], tree.lp[node]
+                if record is not None and not math.isnan(log_prob):
+                    record.observe(drafter, self.acceptance.edge(drafter, depth, log_prob), node in taken)
+                self.observe(drafter, depth, log_prob, node in taken)
 
     def refit(self, drafter: str) -> None:
         """Fit the curves of `drafter` to the window now."""

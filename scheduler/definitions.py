@@ -63,6 +63,7 @@ def define_schedule(
     verifier: str = "walk",
     greedy_verifier: str = "greedy",
     description: str = "",
+    auto: bool = False,
 ) -> Schedule:
     """The schedule `name`. `drafters` maps the letters S and M to names of the `available` drafters.
 
@@ -72,7 +73,8 @@ def define_schedule(
         actions = _actions(plan, drafters, available)
         extra = {}
         if policy == "treegraft":
-            extra = {"small": drafters.get("S", "small"), "medium": drafters.get("M", "medium")}
+            extra = {letter: drafters.get(sign, letter) for sign, letter in (("S", "small"), ("M", "medium"))}
+            extra["lookup"] = drafters.get("N", "ngram" if "ngram" not in extra.values() else None)  # type: ignore[arg-type]
         return Schedule(
             name,
             description or f"{policy}, plan {plan}, verified by {verifier}",
@@ -81,6 +83,7 @@ def define_schedule(
             actions,
             greedy_verifier,
             verifier,
+            is_auto=auto,
         )
     except ValueError as error:
         raise ValueError(f"schedule {name!r}: {error}") from error
@@ -101,12 +104,16 @@ def _plan(plan: str) -> Plan:
 
 def _actions(plan: str, drafters: Mapping[str, str], available: Collection[str]) -> dict[Action, str]:
     """Names by action, for the letters that the plan uses."""
-    unknown = sorted(set(drafters) - {"S", "M"})
+    names = {"N": "ngram", "S": "small", "M": "medium"}
+    unknown = sorted(set(drafters) - set(names))
     if unknown:
-        raise ValueError(f"drafters: {unknown[0]!r} is not a letter of a plan, which are S and M")
+        raise ValueError(f"drafters: {unknown[0]!r} is not a letter of a plan, which are {', '.join(names)}")
+    letters = set(plan) & set(names)
+    if "B" in plan:  # the best of those named, or of both models
+        letters |= set(drafters) or {"S", "M"}
     actions = {}
-    for letter in sorted(set(plan) & {"S", "M"}):
-        drafter = drafters.get(letter, {"S": "small", "M": "medium"}[letter])
+    for letter in sorted(letters):
+        drafter = drafters.get(letter, names[letter])
         if drafter not in available:
             raise ValueError(f"drafters: {drafter!r} is not one of this server's: {', '.join(available)}")
         actions[Action(letter)] = drafter

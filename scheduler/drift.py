@@ -43,7 +43,10 @@ class LiveCosts:
 
         KeyError for a model that is not in the profile.
         """
-        predicted = self.profile.ms(model, rows, sequences=sequences, context=context)
+        self.compare(model, self.profile.ms(model, rows, sequences=sequences, context=context), ms)
+
+    def compare(self, model: str, predicted: float, ms: float) -> None:
+        """As `observe`, for work that the profile itself, without correction, puts at `predicted` milliseconds."""
         if not (math.isfinite(ms) and ms > 0):
             return
         before = self._log_ratio[model]

@@ -57,12 +57,14 @@ def share_rows(
     spent_ms: float = 0.0,
     speculated: bool = True,
     margin: float = 0.05,
+    rate: float | None = None,
 ) -> Share:
     """Share the rows of one verification among sequences.
 
     `candidates`: per sequence the falling path probabilities of its nodes, root excluded. `verify_ms` `[most]`: milliseconds of
     a forward over 1, 2, … rows of all these sequences, at least one for each. `budget`: most rows, roots included.
     `draft_ms` is drafting to come that is saved if nobody gets a node; `spent_ms` was spent already, or comes anyway.
+    With `rate` (tokens per millisecond) the share maximizes tokens - rate * ms instead of tokens / ms.
 
     Hysteresis: where the last step was plain (`speculated` False) a share has to beat plain decoding by a factor 1 + `margin`;
     where it was not, any gain will do. So noise of the clock does not switch speculation on and off from step to step.
@@ -80,7 +82,7 @@ def share_rows(
     ms = verify_ms[roots - 1 : roots + len(order)] + spent_ms
     ms[1:] += draft_ms
     rates = tokens / ms
-    count = int(np.argmax(rates))
+    count = int(np.argmax(rates if rate is None else tokens - rate * ms))
     reason = _reason(count, len(order), len(everything))
     if count and not speculated and rates[count] < (1 + margin) * rates[0]:
         count, reason = 0, HELD

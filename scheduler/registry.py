@@ -11,6 +11,8 @@ from tree.policies.talon import Talon
 
 PLAIN = "ar"
 """The schedule without speculation."""
+BY_WORTH, WITHOUT_PRICES = "B*", "MSM"
+"""Plans of `treegraft`."""
 _LONGEST_CHAIN = 8
 
 
@@ -19,35 +21,36 @@ def build_schedules(
     small: str,
     medium: str | None,
     budget: int,
-    word: str,
+    word: str | None = None,
     ngram: str = "ngram",
-    min_probability: float = 0.0,
+    is_auto: bool = False,
     min_expansion: float = 0.0,
     width: int = 4,
 ) -> dict[str, Schedule]:
     """Every schedule that `small`, `medium` and `ngram` (names of drafters) can serve, by schedule name.
 
-    `small` may be the n-gram drafter itself. `budget` is the number of verified nodes per step, root included, and
-    `min_probability` the path probability below which a node is not verified, `min_expansion` the one below which drafters do
-    not look further; `width` are the nodes expanded per drafting step and their children; `word` is the plan of `treegraft`.
+    `small` may be the n-gram drafter itself. `budget` is the number of verified nodes per step, root included; with `is_auto`
+    it is the most, and prices decide. `min_expansion` is the path probability below which drafters do not look further;
+    `width` are the nodes expanded per drafting step and their children; `word` is the plan of `treegraft`; None: by worth
+    where prices are known, else a fixed one.
     Without a medium drafter the schedules that need one are left out, and so are a model's where the small drafter is none.
     """
     graft = TreeGraft(
-        steps=max(5, len(word)),
+        steps=8,
         frontier=width,
         width=width,
         budget=budget,
-        min_probability=min_probability,
         min_expansion=min_expansion,
         small=small,
         medium=medium or "medium",
+        lookup=ngram if small != ngram else None,
     )
     schedules = [
         Schedule(PLAIN, "plain decoding, no speculation", Chain(0), Word("")),
         Schedule(
             "ngram",
             "prompt lookup: continuations of what the text has said before; costs no forward",
-            replace(graft, small=ngram),
+            replace(graft, small=ngram, lookup=None),
             Always(Action.SMALL),
             {Action.SMALL: ngram},
         ),
@@ -69,6 +72,7 @@ def build_schedules(
         ]
     if medium is not None:
         neural = {Action.MEDIUM: medium}
+        lookup = {Action.LOOKUP: ngram} if small != ngram else {}
         schedules += [
             Schedule("medium", "the medium drafter alone", graft, Always(Action.MEDIUM), neural),
             Schedule("chain-medium", "one token after another from the medium drafter", chain, Always(Action.MEDIUM), neural),
@@ -81,13 +85,14 @@ def build_schedules(
             ),
             Schedule(
                 "treegraft",
-                f"small and medium drafter on one tree, plan {word} (arXiv 2608.26112)",
+                "all drafters on one tree, whoever is worth most next (arXiv 2608.26112)",
                 graft,
-                Word(word),
-                {Action.SMALL: small, Action.MEDIUM: medium},
+                Word(word or BY_WORTH),
+                {**lookup, Action.SMALL: small, Action.MEDIUM: medium},
+                fixed_plan=Word(word or WITHOUT_PRICES),
             ),
         ]
-    return {schedule.name: schedule for schedule in schedules}
+    return {schedule.name: replace(schedule, is_auto=is_auto and schedule.name != PLAIN) for schedule in schedules}
 
 
 def check_budget(value: int, largest: int, *, name: str = "budget") -> None:

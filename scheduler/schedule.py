@@ -6,6 +6,7 @@ ways of speculating is comparing two schedules. Nothing in the decoding loop kno
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -13,12 +14,17 @@ from typing import Protocol
 
 from tree.growth import Policy
 
+WORD = r"[NSMB]*\.*|[NSMB]+\*"
+"""Pattern of a plan's letters."""
+
 
 class Action(Enum):
     """What happens next to one tree."""
 
+    LOOKUP = "N"
     SMALL = "S"
     MEDIUM = "M"
+    BEST = "B"  # whichever of the schedule's drafters is worth most beyond its price
     STOP = "."
 
 
@@ -40,18 +46,23 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A fixed word over {S, M}, one letter per drafting step (TreeGraft, 2608.26112); `MSM..` stops after three."""
+    """A word over {N, S, M, B}, one letter per drafting step (TreeGraft, 2608.26112); `MSM..` stops after three.
+
+    A star repeats the letter before it for ever: `SM*` asks the small drafter once and then the medium one.
+    """
 
     letters: str
 
     def __post_init__(self) -> None:
-        wrong = set(self.letters) - {"S", "M", "."}
-        if wrong:
-            raise ValueError(f"plan {self.letters!r}: letters must be S, M or '.', got {sorted(wrong)}")
+        if not re.fullmatch(WORD, self.letters):
+            raise ValueError(f"plan {self.letters!r}: letters must be N, S, M or B; '.' or one '*' may come at the end")
 
     def decide(self, signals: Signals) -> Action:
         """The letter of this step; STOP past the end."""
-        return Action(self.letters[signals.step]) if signals.step < len(self.letters) else Action.STOP
+        letters = self.letters
+        if letters.endswith("*"):
+            return Action(letters[min(signals.step, len(letters) - 2)])
+        return Action(letters[signals.step]) if signals.step < len(letters) else Action.STOP
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +87,8 @@ class Schedule:
     drafters: Mapping[Action, str] = field(default_factory=dict)
     greedy_verifier: str = "greedy"  # names of decision rules, at temperature 0 and above it
     sampling_verifier: str = "walk"
+    fixed_plan: Plan | None = None  # the plan where prices do not decide; None: the same
+    is_auto: bool = False  # how much is drafted and verified follows from prices, and `budget` is the most
 
     @property
     def budget(self) -> int:
@@ -83,7 +96,7 @@ class Schedule:
         return self.policy.budget
 
     def with_budget(self, budget: int) -> Schedule:
-        """The same schedule with another budget; ValueError below 1."""
+        """The same schedule with a budget that holds whatever it costs; ValueError below 1."""
         if budget < 1:
             raise ValueError(f"budget must be at least 1 (the root), got {budget}")
-        return replace(self, policy=self.policy.with_budget(budget))
+        return replace(self, policy=self.policy.with_budget(budget), is_auto=False)

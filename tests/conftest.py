@@ -6,6 +6,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("GRAFTSERVE_COSTS", "none")  # measuring what forwards cost takes half a minute per model
 
 from collections.abc import Callable
 from functools import cache

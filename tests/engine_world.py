@@ -25,6 +25,7 @@ from models.draft_head import DraftHead
 from models.head_lm import HeadLM
 from models.sampling import SamplingParams
 from models.tail_lm import TailLM
+from scheduler.auto_budget import AutoBudget
 from scheduler.registry import build_schedules
 from scheduler.schedule import Action, Always, Schedule
 from tree.policies.chain import Chain
@@ -91,6 +92,7 @@ class World:
         budget: int = 12,
         max_model_len: int | None = None,
         schedules: Sequence[Schedule] = (),
+        auto: AutoBudget | None = None,
     ) -> None:
         self.tokenizer = toy.byte_tokenizer()
         heard = {layer for model in (small, medium) for layer in _listens_to(model)}
@@ -112,6 +114,7 @@ class World:
             medium="medium" if medium is not None else None,
             budget=budget,
             word=word,
+            is_auto=auto is not None,
         )
         known.update({schedule.name: schedule for schedule in schedules})
         self.schedules = known
@@ -126,6 +129,7 @@ class World:
             max_model_len=max_model_len,
             limits=limits,
         )
+        self.engine.auto = auto
 
     def __enter__(self) -> World:
         self.engine.start()

@@ -146,7 +146,7 @@ def test_rescored_edges_are_the_plain_models(seed: int) -> None:
     followers[0].attach(_ask(followers[:1], [followers[0].request([0], width=2)])[0])
     for follower in followers:
         grow_tree(rng, follower.tree, 12, drafters=("small", "medium", "ngram"))
-    requests = [follower.request(rng.sample(range(12), 3), rescore=True) for follower in followers]
+    requests = [follower.request(range(12), rescore=True) for follower in followers]
     answers = _ask(followers, requests)
     for follower, answer in zip(followers, answers, strict=True):
         assert set(answer.rescored) == {n for n in range(1, 12) if follower.tree.scorer[n] != "medium"}
@@ -160,6 +160,19 @@ def test_rescored_edges_are_the_plain_models(seed: int) -> None:
         assert isinstance(answer, Answer) and not answer.rescored
 
 
+def test_a_question_about_the_topmost_nodes_costs_no_look_at_the_others() -> None:
+    """Whoever asks about a part of the tree wants to pay for that part only."""
+    drafter, plain = _drafter()
+    follower = Follower(drafter, plain, _texts(random.Random(5), 1)[0])
+    top = follower.tree.add(0, 3, -0.1, "small")
+    deep = follower.tree.add(follower.tree.add(top, 4, -0.1, "small"), 5, -0.1, "small")
+    request = follower.request([0, top], rescore=True)
+    assert drafter.passes(request) == (2,), "the root and one node"
+    (answer,) = _ask([follower], [request])
+    assert set(answer.rescored) == {top, follower.tree.parent[deep]}, "the children of what it looked at, and no others"
+    assert drafter.passes(request) == () and drafter.passes(follower.request([deep])) == (2,)
+
+
 def test_leaves_are_not_fed_for_rescoring() -> None:
     """An edge is scored by its parent's row; a row for every leaf would double the price."""
     drafter, plain = _drafter()
@@ -167,7 +180,7 @@ def test_leaves_are_not_fed_for_rescoring() -> None:
     inner = follower.tree.add(0, 5, -1.0, "small")
     for token in range(6):
         follower.tree.add(inner, token, -1.0, "small")
-    answer = _ask([follower], [follower.request([0], rescore=True)])[0]
+    answer = _ask([follower], [follower.request([0, inner], rescore=True)])[0]
     assert set(answer.rescored) == set(range(1, 8))
     assert drafter.lm.num_rows_forwarded == 2 + 1
 
@@ -313,7 +326,7 @@ def test_it_halts_on_numbers_that_are_none() -> None:
     # Met on the way to a rescored edge, it counts as well.
     node = good.tree.add(0, 66, -1.0, "small")
     good.tree.add(node, 3, -1.0, "small")
-    assert drafter.propose([good.request([0], rescore=True)]) == [Halt("nan")]
+    assert drafter.propose([good.request([0, node], rescore=True)]) == [Halt("nan")]
     bad.close()
     good.close()
     assert drafter.lm.pool.num_used == 0

@@ -402,7 +402,7 @@ def test_a_failed_answer_leaves_the_growth_usable() -> None:
     assert growth.num_steps == 1 and growth.ask("medium") is None
     with pytest.raises(AssertionError, match="not asked"):
         growth.attach("medium", Answer({}, {}))
-    with pytest.raises(ValueError, match="neither"):
+    with pytest.raises(ValueError, match="is not one of"):
         growth.pool("large")
 
 
@@ -558,3 +558,30 @@ def test_nonsense_parameters_are_refused(bad: dict[str, Any]) -> None:
     """A bad configuration must fail at start, with the name of the key."""
     with pytest.raises(ValueError, match=next(iter(bad))):
         TreeGraft(**bad)
+
+
+def test_a_lookup_joins_the_newest_layer_and_takes_no_step() -> None:
+    """The next drafter must still see what it would have seen: prompt lookup at the root may not keep it from the root."""
+    growth = TreeGraft(steps=2, frontier=4, width=2, lookup="ngram").begin(0, vocab_size=8)
+    asked = growth.ask("ngram")
+    assert asked is not None and asked.nodes == (0,)
+    growth.attach("ngram", Answer({0: Candidates((5,), (-0.1,), (((6, -0.2),),))}, {}))
+    found = growth.tree.children[0][5]
+    tail = growth.tree.children[found][6]
+    assert growth.num_steps == 0 and growth.pool("small") == [0, found] and growth.pool("medium") == [0, found, tail]
+    assert growth.pool("ngram") == [found], "it has had its say about the root"
+    asked = growth.ask("small")
+    assert asked is not None
+    growth.attach("small", Answer({0: Candidates((5, 7), (-0.5, -1.0)), found: Candidates()}, {}))
+    assert growth.num_steps == 1 and growth.pool("small") == [growth.tree.children[0][7]], "a step moves on, as ever"
+
+
+def test_what_an_answer_leaves_out_was_not_considered() -> None:
+    """A narrowed question: the medium must still be offered the rest of its pool."""
+    growth = TreeGraft(steps=4, frontier=4, width=2).begin(0, vocab_size=8)
+    assert growth.ask("small") is not None
+    growth.attach("small", Answer({0: Candidates((1, 2), (-0.1, -2.0))}, {}))
+    assert growth.ask("medium") is not None
+    growth.attach("medium", Answer({0: Candidates((3,), (-0.3,))}, {}))
+    first, second = growth.tree.children[0][1], growth.tree.children[0][2]
+    assert growth.visited == {0} and {first, second} <= set(growth.pool("medium"))

@@ -17,9 +17,12 @@ verified is decided once at the end (:mod:`tree.select`).
 Traps:
     Merging never destroys: existing children and their subtrees stay, a token that is there already is only rescored.
     A node outside the medium's W best is never offered to the medium again, and nodes made by the medium are not in P
-    yet.
+    yet. Nodes that the answer leaves out were not considered: whoever asks may ask about the most promising part only.
 
-    Ours: if no node was made (the medium found all its picks in place), the small drafter goes on from the picks that
+    Ours: a lookup (of what the text has said before) may help at any time. It goes on from the newest layer and joins that
+    layer, so the next drafter still sees what it would have seen, and what the lookup found besides.
+
+    If no node was made (the medium found all its picks in place), the small drafter goes on from the picks that
     it has not expanded. The nodes of a suffix chain below a candidate count as made when a later step first proposes
     them; until then only the medium may open them, so that the termination rule is not bypassed.
 """
@@ -27,6 +30,7 @@ Traps:
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -52,6 +56,7 @@ class TreeGraft(StartsTrees):
     rank: Literal["rescored", "before"] = "rescored"  # before: choose the medium's frontier by the scores it found
     small: str = "small"
     medium: str = "medium"
+    lookup: str | None = None  # a drafter that costs nothing and takes no step; see the traps
 
     def __post_init__(self) -> None:
         for name in ("steps", "frontier", "width", "budget", "max_nodes"):
@@ -66,8 +71,9 @@ class TreeGraft(StartsTrees):
             raise ValueError(f"pool must be 'paper' or 'lookback', got {self.pool!r}")
         if self.rank not in ("rescored", "before"):
             raise ValueError(f"rank must be 'rescored' or 'before', got {self.rank!r}")
-        if self.small == self.medium:
-            raise ValueError(f"small and medium must be two drafters, both are {self.small!r}")
+        names = [name for name in (self.small, self.medium, self.lookup) if name is not None]
+        if len(set(names)) < len(names):
+            raise ValueError(f"small, medium and lookup must be different drafters, they are {', '.join(names)}")
 
     def with_budget(self, budget: int) -> TreeGraft:
         """The same growth, cut to another number of verified nodes, root included."""
@@ -91,7 +97,7 @@ class GraftGrowth:
         self._limits = limits
         self._touched: list[int] = []  # existing nodes that the last step proposed again
         self._tails: set[int] = set()  # suffix nodes that no step has proposed yet
-        self._expanded: dict[str, set[int]] = {policy.small: set(), policy.medium: set()}
+        self._expanded: defaultdict[str | None, set[int]] = defaultdict(set)
         self._newest_depth = 0  # of the last N_k that was not empty
         self._asked: tuple[str, tuple[int, ...]] | None = None  # drafter and pool of the open question
 
@@ -101,8 +107,10 @@ class GraftGrowth:
         if drafter == policy.small:
             nodes = self._open(self.fresh)
             return nodes or self._open([v for v in self._touched if v not in self._expanded[drafter]])
+        if drafter == policy.lookup:
+            return self._open([v for v in self.fresh if v not in self._expanded[drafter]])
         if drafter != policy.medium:
-            raise ValueError(f"{drafter!r} is neither {policy.small!r} nor {policy.medium!r}")
+            raise ValueError(f"{drafter!r} is not one of {policy.small!r}, {policy.medium!r}, {policy.lookup!r}")
         if policy.pool == "lookback":
             top_depth = self._newest_depth - policy.lookback
             return self._open([v for v in range(len(tree)) if tree.depth[v] >= top_depth])
@@ -124,7 +132,7 @@ class GraftGrowth:
     def attach(self, drafter: str, answer: Answer) -> None:
         """Rescore (medium), choose the frontier, merge its children, and move the pools on by one step."""
         assert self._asked is not None and self._asked[0] == drafter, f"{drafter} was not asked"
-        pool, self._asked = self._asked[1], None
+        pool, self._asked = [node for node in self._asked[1] if node in answer.candidates], None
         tree, policy = self.tree, self._policy
         is_medium = drafter == policy.medium
         frontier = top(tree, pool, policy.frontier)
@@ -134,8 +142,12 @@ class GraftGrowth:
             tree.refresh()
             if policy.rank == "rescored":
                 frontier = top(tree, pool, policy.frontier)
+        before = self.fresh
         self._merge(drafter, answer, frontier)
         tree.refresh()
+        if drafter == policy.lookup:  # what was newest still is
+            self.fresh = sorted({*before, *self.fresh})
+            return
         if is_medium:
             self.visited.update(pool)
         if self.fresh:

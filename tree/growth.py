@@ -31,7 +31,7 @@ class Ask:
 
     nodes: tuple[int, ...]  # nodes whose children are wanted, distinct, at least one
     width: int  # candidates per node, at least 1
-    rescore: bool = False  # also give the drafter's own log-prob for every tree node it can score
+    rescore: bool = False  # also give the drafter's own log-prob for every child of a node it has looked at
     wants_rows: bool = False  # also give the distribution that children of `nodes` will be drawn from
 
 
@@ -50,7 +50,7 @@ class Candidates:
 class Answer:
     """A drafter's reply to one :class:`Ask`."""
 
-    candidates: dict[int, Candidates]  # by node, for every node asked; a missing node is read as "no candidates"
+    candidates: dict[int, Candidates]  # by node; one that was asked about and is missing was not considered
     rescored: dict[int, float]  # node u -> the drafter's log-prob of token(u) at parent(u); only when Ask.rescore
     # By node asked, the drafter's distribution [vocab] of the next token, processed as the drafter samples (temperature
     # and so on), float32 or float64, on any device; only when Ask.wants_rows. The policy draws from it and the tree keeps

@@ -38,6 +38,7 @@ async def list_schedules(serving: Ready) -> dict[str, Any]:
             "name": name,
             "description": schedule.description,
             "budget": schedule.budget,
+            "auto": schedule.is_auto,  # the budget is the most, and prices decide
             "default": name == engine.default_schedule,
         }
         for name, schedule in engine.schedules.items()

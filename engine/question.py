@@ -1,0 +1,126 @@
+"""Who goes on with a tree, and what he is asked: the plan's next letter, and whether its answer can be worth its price."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from drafters.base import Drafter, DraftRequest
+from engine.sequence import Sequence
+from scheduler.auto_budget import AutoBudget, Offer
+from scheduler.schedule import Action, Signals
+from tree.growth import Ask, Growth
+from tree.tree import TokenTree
+
+_MOST_TURNED_AWAY = 64  # decisions in a row that found nothing to do: a plan may name one drafter for ever
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """One sequence's tree in the making."""
+
+    sequence: Sequence
+    growth: Growth
+    step: int = 0  # drafting steps decided
+    is_over: bool = False  # an answer could not be used; no further questions in this step
+    exhausted: set[str] = field(default_factory=set)  # drafters with nothing to do since the tree last changed
+    forwards: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    halts: list[tuple[str, str]] = field(default_factory=list)  # drafters that gave up in this step, and why
+    declined: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # calls that would not have paid
+    draft_s: float = 0.0
+
+
+def next_question(
+    draft: Draft, drafters: Mapping[str, Drafter], auto: AutoBudget | None, *, sharing: int = 1
+) -> tuple[str, Ask] | None:
+    """The drafter that goes on with this tree and what it is asked; None when drafting is over.
+
+    `sharing` trees are grown together, and a call's price is shared by them.
+    """
+    schedule = draft.sequence.schedule
+    plan = schedule.plan if schedule.is_auto or schedule.fixed_plan is None else schedule.fixed_plan
+    turned_away = 0
+    while not draft.is_over and turned_away < _MOST_TURNED_AWAY:
+        signals = Signals(step=draft.step, num_nodes=len(draft.growth.tree), budget=schedule.budget)
+        action = plan.decide(signals)
+        if action is Action.STOP:
+            return None
+        draft.step += 1
+        names = list(schedule.drafters.values()) if action is Action.BEST else [schedule.drafters[action]]
+        question = _worthwhile(draft, names, drafters, auto, sharing)
+        if question is not None:
+            return question
+        draft.exhausted.update(names)
+        turned_away += 1
+        # Every drafter of the schedule was turned away since the tree last changed: no later answer can differ.
+        if draft.exhausted.issuperset(schedule.drafters.values()):
+            return None
+    return None
+
+
+def offer(draft: Draft, ask: Ask, drafter: Drafter) -> Offer:
+    """The call that would answer `ask`, as its price is reckoned."""
+    sequence = draft.sequence
+    return Offer(
+        drafter=drafter.name,
+        tree=draft.growth.tree,
+        nodes=ask.nodes,
+        passes=drafter.passes(request(draft, ask, drafter)),
+        context=len(sequence.tokens),
+        last_accepted=sequence.stats.accepted[-1] if sequence.stats.accepted else 0,
+        record=sequence.record,
+    )
+
+
+def request(draft: Draft, ask: Ask, drafter: Drafter) -> DraftRequest:
+    """`ask` with all that the drafter needs to answer it."""
+    sequence = draft.sequence
+    return DraftRequest(
+        state_of(sequence, drafter), sequence.tokens, draft.growth.tree, ask, sequence.request.sampling, sequence.rows.view()
+    )
+
+
+def state_of(sequence: Sequence, drafter: Drafter) -> object:
+    """What the drafter remembers about the sequence; opened with the first question."""
+    if drafter.name not in sequence.drafter_states:
+        sequence.drafter_states[drafter.name] = drafter.open()
+    return sequence.drafter_states[drafter.name]
+
+
+def _worthwhile(
+    draft: Draft, names: list[str], drafters: Mapping[str, Drafter], auto: AutoBudget | None, sharing: int
+) -> tuple[str, Ask] | None:
+    """The question to one of `names` that is worth most, narrowed to the part that is; None if there is none to ask."""
+    schedule = draft.sequence.schedule
+    able = [name for name in names if name not in draft.sequence.stats.halts and name not in draft.exhausted]
+    asks = [(name, ask) for name in able if (ask := draft.growth.ask(name)) is not None]
+    if not asks:
+        return None
+    for name, ask in asks:
+        if not drafters[name].runs_model:  # costs nothing, so it comes first
+            draft.growth.ask(name)
+            return name, ask
+    if auto is None or not schedule.is_auto:
+        name, ask = asks[-1]  # of several the last one, which is the better model
+        nodes = ask.nodes
+    else:
+        best = auto.best_call(schedule.name, _offers(draft, asks, drafters), sharing=sharing)
+        if best is None:
+            for name, _ in asks:
+                draft.declined[name] += 1
+            return None
+        name, nodes = best.drafter, tuple(best.nodes)
+    asked = draft.growth.ask(name)  # the growth expects the answer to what it was asked last
+    assert asked is not None, "it had a question just now"
+    return name, replace(asked, nodes=nodes)
+
+
+def _offers(draft: Draft, asks: list[tuple[str, Ask]], drafters: Mapping[str, Drafter]) -> Iterator[Offer]:
+    return (offer(draft, part, drafters[name]) for name, ask in asks for part in _parts(ask, draft.growth.tree))
+
+
+def _parts(ask: Ask, tree: TokenTree) -> list[Ask]:
+    """The question about the topmost nodes only, down to each depth in turn; last the whole question."""
+    depths = sorted({tree.depth[node] for node in ask.nodes})
+    return [replace(ask, nodes=tuple(node for node in ask.nodes if tree.depth[node] <= deepest)) for deepest in depths]

@@ -1,0 +1,109 @@
+"""The engine under a price-aware budget: the same text at any price, no work that cannot pay, and who may ask for it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from transformers import PreTrainedModel
+
+from engine.admission import check_rules
+from engine.request import RequestError
+from scheduler.auto_budget import TARGET, AutoBudget
+from scheduler.cost import CostProfile, LatencyModel, Origin
+from scheduler.drift import DriftRule, LiveCosts
+from scheduler.schedule import Action, Always, Schedule
+from tests.engine_world import World, greedy_reference
+from tree.policies.sampled import Iid
+
+TinyModel = Callable[..., PreTrainedModel]
+FREE, DEAR = 1e-3, 1e3  # milliseconds of a call, and of a further row, where the target takes 10
+ALL = ("ngram", "small", "medium", "chain-small", "chain-medium", "talon", "talon-small", "treegraft")
+
+
+def prices(ms: float) -> AutoBudget:
+    """Calls and further rows at `ms`; prices do not follow the clock, so that the test's world stays as it is."""
+    drafter = LatencyModel((1, 64), (ms, ms * 1.001))
+    models = {TARGET: LatencyModel((1, 65), (10.0, 10.0 + 64 * ms)), "small": drafter, "medium": drafter}
+    return AutoBudget(LiveCosts(CostProfile(models, Origin("none", "none", "none", "1", "never")), DriftRule(limit=1.0)))
+
+
+def world(tiny_model: TinyModel, ms: float | None, **options: object) -> World:
+    """The medium drafter is the target itself, the small one another model."""
+    target = tiny_model("llama")
+    auto = None if ms is None else prices(ms)
+    return World(target, small=tiny_model("llama", seed=1), medium=target, auto=auto, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ms", [FREE, 1.0, DEAR])
+def test_the_text_does_not_depend_on_prices(tiny_model: TinyModel, ms: float) -> None:
+    """Every schedule, several sequences at once, at T=0 against transformers' own generate."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(length)] for length in (3, 9, 17)]
+    expected = [greedy_reference(tiny_model("llama"), prompt, 16) for prompt in prompts]
+    with world(tiny_model, ms) as running:
+        for schedule in ALL:
+            replies = running.run_all(prompts, schedule, max_tokens=16)
+            assert [reply.tokens for reply in replies] == expected, schedule
+            assert all(reply.stats.is_auto for reply in replies)
+
+
+def test_a_seeded_answer_does_not_depend_on_prices(tiny_model: TinyModel) -> None:
+    replies = []
+    for ms in (None, FREE, 1.0, DEAR):
+        with world(tiny_model, ms) as running:
+            replies.append(running.run([5, 6, 7], "treegraft", temperature=1.0, seed=3, max_tokens=16).tokens)
+    assert replies[0] == replies[1] == replies[2] == replies[3]
+
+
+def test_what_cannot_pay_is_not_done(tiny_model: TinyModel) -> None:
+    """At prohibitive prices every schedule is plain decoding; at none the same drafter's guesses are verified."""
+    with world(tiny_model, DEAR) as running:
+        for schedule in ALL:
+            stats = running.run([1, 2, 3, 1, 2, 3, 1], schedule, max_tokens=12).stats
+            assert stats.num_verified_nodes == stats.num_steps == 12, schedule
+            assert sum(count.forwards for count in stats.drafters.values()) == 0, schedule
+    with world(tiny_model, FREE) as running:
+        stats = running.run([1, 2, 3, 1, 2, 3, 1], "chain-medium", max_tokens=12).stats
+        assert stats.num_steps < 12 and stats.drafters["medium"].accepted > 0
+
+
+def test_a_number_holds_whatever_it_costs(tiny_model: TinyModel) -> None:
+    with world(tiny_model, DEAR) as running:
+        stats = running.run([1, 2, 3], "chain-medium", max_tokens=12, budget=4).stats
+        assert not stats.is_auto and stats.drafters["medium"].forwards > 0
+        assert stats.num_verified_nodes > 2 * stats.num_steps
+
+
+def test_auto_can_be_asked_for_where_there_are_prices(tiny_model: TinyModel) -> None:
+    with world(tiny_model, FREE) as running:
+        assert running.run([1, 2], "talon", max_tokens=4, budget="auto").stats.is_auto
+        assert not running.run([1, 2], "ar", max_tokens=4, budget="auto").stats.is_auto, "it drafts nothing to be priced"
+    with world(tiny_model, None) as running:
+        with pytest.raises(RequestError, match="without") as caught:
+            running.submit([1, 2], "talon", budget="auto")
+        assert caught.value.param == "speculative.budget"
+        assert not running.run([1, 2], "talon", max_tokens=4).stats.is_auto
+
+
+def test_drawn_trees_are_never_sized(tiny_model: TinyModel) -> None:
+    """Leaving out drawn nodes by their price would leave another distribution: refused when defined and when asked for."""
+    drawn = Schedule("drawn", "test", Iid(), Always(Action.MEDIUM), {Action.MEDIUM: "medium"})
+    with pytest.raises(ValueError, match="drawn"):
+        check_rules(replace(drawn, is_auto=True), allow_lossy=False)
+    with world(tiny_model, FREE, schedules=[drawn]) as running, pytest.raises(RequestError, match="at random"):
+        running.submit([1, 2], "drawn", budget="auto")
+
+
+def test_the_clock_is_learned_from(tiny_model: TinyModel) -> None:
+    """Real forwards of tiny models take another time than the profile says; the drift shows it."""
+    auto = prices(1.0)
+    auto.costs.rule = DriftRule()
+    auto = AutoBudget(LiveCosts(auto.costs.profile))
+    target = tiny_model("llama")
+    with World(target, small=tiny_model("llama", seed=1), medium=target, auto=auto) as running:
+        running.run([1, 2, 3], "treegraft", max_tokens=40)
+    assert auto.costs.drift(TARGET) != 1.0 and auto.speedup("treegraft") != 1.0
+    assert auto.acceptance.num_samples("medium") + auto.acceptance.num_samples("small") > 0
