@@ -42,6 +42,7 @@ class Request:
     schedule: str | None = None  # None: the server's default
     budget: int | None = None  # verified nodes per step, root included; None: the schedule's own
     keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
+    arm: str = ""  # "experiment/arm" of a comparison; only counted by
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class RequestStats:
     finished_s: float = 0.0
     draft_s: float = 0.0  # this request's share of the seconds spent drafting and verifying
     verify_s: float = 0.0
+    arm: str = ""  # the request's
 
     @property
     def num_accepted(self) -> int:

@@ -105,6 +105,7 @@ def open_sequence(
             num_prompt_tokens=len(prompt),
             drafters={name: DrafterCount() for name in schedule.drafters.values()},
             arrived_s=time.monotonic(),
+            arm=request.arm,
         ),
         trees=deque(maxlen=request.keep_trees),
     )
