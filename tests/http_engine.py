@@ -116,7 +116,7 @@ class ScriptedEngine:
                 raise QueueFull("The queue is full.")
             self.submitted.append(request)
             schedule = request.schedule or self.default_schedule
-            stats = RequestStats(schedule, len(request.prompt), arrived_s=time.monotonic())
+            stats = RequestStats(schedule, len(request.prompt), arrived_s=time.monotonic(), arm=request.arm)
             self._waiting.append(_Running(request, self._answer(request), stats))
             self._lock.notify()
 

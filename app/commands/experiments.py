@@ -132,8 +132,9 @@ def report(name: Name, url: Url = _URL, admin_key: Key = None, as_json: Json = F
     ]
     columns = ("arm", "requests", "tokens", "tokens/s", "first token, ms", "per token, ms", "tau", "delta")
     _table(f"{name}, {one['state']}, intervals of {one['report']['confidence']:.0%}", columns, rows)
+    enough = all(arm["enough"] for arm in one["report"]["arms"])
     for other in one["report"]["differences"]:
-        verdict = "decided" if other["decided"] else "open"
+        verdict = "decided" if other["decided"] else "open" if enough else "too few requests for these bounds to hold"
         typer.echo(f"{other['arm']} against {other['against']}: {_interval(other['tokens_per_s'], 100)} % tokens/s, {verdict}")
     typer.echo(f"winner: {one['winner'] or 'none yet'}")
 

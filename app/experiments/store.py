@@ -178,11 +178,13 @@ class Store:
 
 def _only_user(folder: Path) -> sqlite3.Connection:
     """Hold the folder until the connection is closed or the process ends, however it ends."""
-    guard = sqlite3.connect(str(folder / "lock.sqlite3"), timeout=0, isolation_level=None, check_same_thread=False)
+    guard: sqlite3.Connection | None = None
     try:
+        guard = sqlite3.connect(str(folder / "lock.sqlite3"), timeout=0, isolation_level=None, check_same_thread=False)
         guard.execute("BEGIN EXCLUSIVE")
-    except sqlite3.OperationalError as error:
-        guard.close()
+    except sqlite3.Error as error:
+        if guard is not None:
+            guard.close()
         why = "another server uses it" if "locked" in str(error) else str(error)
         raise ValueError(f"state_dir: {folder}: {why}") from error
     return guard
