@@ -30,6 +30,7 @@ from app.middleware import Edge
 from app.routes import chat, completions, experiments, ops, tokens
 from app.serving import LoadedEngine, Serving
 from app.version import version
+from verify import EVERY_VERIFIER
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -113,12 +114,18 @@ def _take_up_experiments(store: Store, engine: Engine, settings: Settings) -> Ex
     def on_default(schedule: str) -> None:
         engine.default_schedule = schedule
 
+    lossy = [
+        name
+        for name, schedule in engine.schedules.items()
+        if not all(EVERY_VERIFIER[rule].lossless for rule in (schedule.greedy_verifier, schedule.sampling_verifier))
+    ]
     return Experiments(
         store,
         engine.schedules,
         engine.default_schedule,
         configured=settings.schedule,
         on_default=on_default,
+        lossy=lossy,
         persistent=settings.state_dir is not None,
     )
 

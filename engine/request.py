@@ -78,13 +78,13 @@ class RequestStats:
     drafted: list[int] = field(default_factory=list)  # per speculative step: nodes sent to verification
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     halts: dict[str, str] = field(default_factory=dict)  # drafter -> why it stopped drafting for this request
+    arm: str = ""
     arrived_s: float = 0.0  # time.monotonic() values
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     finished_s: float = 0.0
     draft_s: float = 0.0  # this request's share of the seconds spent drafting and verifying
     verify_s: float = 0.0
-    arm: str = ""  # the request's
 
     @property
     def num_accepted(self) -> int:

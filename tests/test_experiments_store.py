@@ -152,6 +152,7 @@ def test_a_refused_change_changes_nothing(change: Callable[[Experiments], Any], 
         ({"arms": ARMS[:1]}, "arms"),
         ({"arms": (ARMS[0], ARMS[0])}, "arms[1].name"),
         ({"arms": (ARMS[0], Arm("b", "nothing"))}, "arms[1].schedule"),
+        ({"arms": (ARMS[0], Arm("lossy", "chain"))}, "arms[1].schedule"),
         ({"arms": (Arm("a", "ar", 8), ARMS[1])}, "arms[0].budget"),
         ({"arms": (ARMS[0], Arm("b", "tree", 512))}, "arms[1].budget"),
         ({"arms": (ARMS[0], Arm("b", "tree", weight=math.nan))}, "weights"),
@@ -162,7 +163,7 @@ def test_a_refused_change_changes_nothing(change: Callable[[Experiments], Any], 
 )
 def test_an_experiment_that_makes_no_sense_is_refused_by_name(options: dict[str, Any], param: str) -> None:
     """An arm with a schedule that is not there would fail requests that asked for nothing."""
-    with opened(None) as live, pytest.raises(RequestError) as refused:
+    with opened(None, lossy=["chain"]) as live, pytest.raises(RequestError) as refused:
         live.start(trial(**options))
     assert refused.value.param == param
 
@@ -230,6 +231,7 @@ CHANGES: dict[str, Callable[[Experiments], Any]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_crash_between_any_two_statements_leaves_the_old_state(tmp_path: Path) -> None:
     """A promotion without its default, or weights of which one is new, would be found only by its effects."""
     begun: dict[Path, dict[str, Any]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 import time
@@ -18,7 +19,7 @@ from app.admin_access import is_local
 from app.cli import application
 from app.serving import LoadedEngine
 from tests.engine_world import World
-from tests.http_engine import Server, serve, until
+from tests.http_engine import ScriptedEngine, Server, serve, until
 
 KEY = "0123456789abcdef"
 ARMS = [{"name": "control", "schedule": "ar"}, {"name": "tree", "schedule": "graft", "budget": 5}]
@@ -188,6 +189,16 @@ def test_bad_calls_name_what_is_wrong(path: str, body: Any, status: int, param: 
     assert (response.status_code, response.json()["error"]["param"]) == (status, param), response.text
 
 
+def test_a_schedule_that_changes_the_text_can_not_be_an_arm() -> None:
+    """Who asked for nothing must not get another text because somebody compares speeds."""
+    engine = ScriptedEngine()
+    engine.schedules["loose"] = dataclasses.replace(engine.schedules["chain"], name="loose", greedy_verifier="margin")
+    with serve(engine) as server:
+        response = call(server, "POST", "", {"name": "x", "arms": [ARMS[0], {"name": "b", "schedule": "loose"}]})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "arms[1].schedule")
+        assert server.complete(speculative={"schedule": "loose"}).status_code == 200, "by its name it is still there"
+
+
 def test_with_a_key_nothing_goes_without_it() -> None:
     """Weights are as good as the server's speed; whoever can change them can slow it down."""
     with serve(admin_key=KEY) as server:
@@ -268,6 +279,7 @@ def test_the_command_does_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("list", *at)[0] == 2
 
 
+@pytest.mark.slow
 def test_a_hundred_switches_under_eight_streams_change_no_text(tiny_model: Any) -> None:
     """What an experiment may never do. Real engine, real server, temperature 0; every way of switching takes part."""
     world = World(tiny_model(seed=3), small=tiny_model(seed=3), medium=tiny_model(seed=4))

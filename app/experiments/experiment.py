@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -96,8 +96,8 @@ def from_json(data: Mapping[str, Any]) -> Experiment:
     return Experiment(**{**data, "arms": arms, "mode": Mode(data["mode"]), "state": State(data["state"])})
 
 
-def check(experiment: Experiment, schedules: Mapping[str, object]) -> None:
-    """RequestError, naming the parameter, for an experiment that could not be run on these schedules."""
+def check(experiment: Experiment, schedules: Mapping[str, object], lossy: Collection[str] = ()) -> None:
+    """RequestError, naming the parameter, for an experiment that could not be run on these schedules, or might change texts."""
     _check_name(experiment.name, "name")
     arms = experiment.arms
     if not 2 <= len(arms) <= MAX_ARMS:
@@ -110,6 +110,9 @@ def check(experiment: Experiment, schedules: Mapping[str, object]) -> None:
             raise RequestError(f"{here}.name: there are two arms {arm.name!r}", param=f"{here}.name")
         if arm.schedule not in schedules:
             message = f"{here}.schedule: there is no schedule {arm.schedule[:40]!r}; there are {', '.join(sorted(schedules))}"
+            raise RequestError(message, param=f"{here}.schedule")
+        if arm.schedule in lossy:
+            message = f"{here}.schedule: {arm.schedule} may change the text, which an experiment must not do"
             raise RequestError(message, param=f"{here}.schedule")
         largest = 1 if arm.schedule == PLAIN else MAX_BUDGET
         if arm.budget is not None and not 1 <= arm.budget <= largest:

@@ -12,7 +12,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -52,6 +52,7 @@ class Experiments:
         *,
         configured: str | None = None,
         on_default: Callable[[str], None] = lambda schedule: None,
+        lossy: Collection[str] = (),
         persistent: bool = True,
     ) -> None:
         """Take up what `store` holds.
@@ -62,10 +63,11 @@ class Experiments:
             default_schedule: what counts without a promotion.
             configured: the setting `schedule`, which a promotion replaces until it is changed.
             on_default: told of every schedule that becomes the default.
+            lossy: those of the schedules that may change a text; no arm can have one.
             persistent: whether `store` outlives the process; shown only.
         """
         self._store, self._schedules, self._configured = store, schedules, configured
-        self._on_default, self._persistent = on_default, persistent
+        self._on_default, self._lossy, self._persistent = on_default, lossy, persistent
         self._lock = threading.Lock()  # for everything below but `_running` and `default`, which are read without
         saved = store.load()
         self._all = {one.name: one for one in saved.experiments}
@@ -98,7 +100,7 @@ class Experiments:
     def start(self, experiment: Experiment) -> dict[str, Any]:
         """Start an experiment; `salt` and `created_s` are filled in. RequestError for one that cannot be run."""
         experiment = replace(experiment, salt=secrets.token_hex(16), created_s=time.time(), state=State.RUNNING)
-        check(experiment, self._schedules)
+        check(experiment, self._schedules, self._lossy)
         with self._lock:
             if experiment.name in self._all:
                 raise RequestError(f"name: there is an experiment {experiment.name!r} already", param="name")
