@@ -16,11 +16,13 @@ from app.bridge import DeltaStream
 from app.choice import Choice
 from app.disconnect import ClientGone, unless_gone
 from app.errors import RequestFailed, UnknownModel, describe, shorten
+from app.experiments.outcome import Assignment
 from app.protocol import GenerationBody
 from app.request_stats import answer_metrics, usage
 from app.serving import Serving
 from app.sse import DONE, EventStream, event
-from app.submission import make_requests
+from app.stickiness import stickiness_key
+from app.submission import leaves_schedule_open, make_requests
 from app.token_text import TokenTexts
 from engine.request import EngineStopped, RequestError, TokenLogprob
 
@@ -161,12 +163,15 @@ async def answer(
     stream = DeltaStream(serving.engine)
     started = False
     try:
-        made = _submit(stream, serving, dialect, body, prompts, echoes)
+        assigned = _assign(http, serving, body, len(prompts))
+        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned)
+        headers = {} if assigned is None else assigned.headers
         if body.stream:
             response = EventStream(made.events(serving, wants_usage=body.wants_usage), stream.close)
+            response.headers.update(headers)
             started = True
             return response
-        return JSONResponse(await unless_gone(http.receive, made.whole()))
+        return JSONResponse(await unless_gone(http.receive, made.whole()), headers=headers)
     except ClientGone:
         return Response(status_code=499)  # nobody reads it
     finally:
@@ -181,6 +186,15 @@ def check_model(serving: Serving, name: str | None) -> None:
         raise UnknownModel(message, param="model", code="model_not_found")
 
 
+def _assign(http: HttpRequest, serving: Serving, body: GenerationBody, num_prompts: int) -> Assignment | None:
+    """The call's arm of the running experiment, if there is one and the body leaves the schedule open."""
+    if not leaves_schedule_open(body):
+        return None
+    key = stickiness_key(http.headers, body, None)
+    is_alone = num_prompts * body.num_choices == 1
+    return serving.experiments.assign(key, None if is_alone else uuid.uuid4().hex)
+
+
 def _submit(
     stream: DeltaStream,
     serving: Serving,
@@ -188,6 +202,7 @@ def _submit(
     body: GenerationBody,
     prompts: Sequence[tuple[int, ...]],
     echoes: Sequence[str] | None,
+    assigned: Assignment | None,
 ) -> _Answer:
     answer_id = dialect.id_prefix + uuid.uuid4().hex
     requests = make_requests(
@@ -198,6 +213,7 @@ def _submit(
         emit=stream.emit,
         prompt_param=dialect.prompt_param,
         default_limit=dialect.default_limit,
+        assigned=assigned,
     )
     schedule, budget = requests[0].schedule, requests[0].budget
     assert schedule is not None, "a request names its schedule"

@@ -24,6 +24,10 @@ class ScheduleInfo(Protocol):
     def budget(self) -> int: ...
     @property
     def is_auto(self) -> bool: ...
+    @property
+    def greedy_verifier(self) -> str: ...
+    @property
+    def sampling_verifier(self) -> str: ...
 
 
 class Observer(Protocol):
@@ -36,10 +40,10 @@ class Observer(Protocol):
 class Engine(Protocol):
     """The engine as the edge sees it; see :class:`engine.engine.Engine`."""
 
+    default_schedule: str  # of requests that name none; may be assigned to at any time
+
     @property
     def schedules(self) -> Mapping[str, ScheduleInfo]: ...
-    @property
-    def default_schedule(self) -> str: ...
     @property
     def drafter_names(self) -> Sequence[str]: ...
     @property

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 ENV_PREFIX = "GRAFTSERVE_"
@@ -106,6 +106,14 @@ class Settings(BaseSettings):
     prefill_chunk: int = Field(default=256, ge=1, description="Prompt tokens processed per step and sequence.")
     stall_s: float = Field(
         default=30.0, gt=0, allow_inf_nan=False, description="Seconds without a step that make /health 503."
+    )
+    state_dir: Path | None = Field(
+        default=None, description="Folder for what must outlive a restart: experiments and promotions; none: memory only."
+    )
+    admin_key: SecretStr | None = Field(
+        default=None,
+        min_length=8,
+        description="Key of the admin API, as a bearer token; none: it answers this machine only. Better set by environment.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."

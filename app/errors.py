@@ -24,6 +24,14 @@ class UnknownModel(RequestError):
     """The body names a model that is not served here."""
 
 
+class UnknownExperiment(RequestError):
+    """There is no experiment of that name."""
+
+
+class StateNotWritten(RuntimeError):
+    """A change could not be written to disk, so it was not made."""
+
+
 class RequestFailed(RuntimeError):
     """The engine gave up on a request that it had accepted."""
 
@@ -53,7 +61,7 @@ def describe(error: BaseException) -> Problem:
     match error:
         case RequestValidationError():
             return _describe_validation(error.errors())
-        case UnknownModel():
+        case UnknownModel() | UnknownExperiment():
             return Problem(404, CALLER, str(error), error.param, error.code)
         case RequestError():
             return Problem(400, CALLER, str(error), error.param, error.code)
@@ -64,6 +72,8 @@ def describe(error: BaseException) -> Problem:
             return Problem(429, LIMITED, str(error), None, "rate_limit_exceeded", wait)
         case EngineStopped():
             return Problem(503, OURS, str(error), None, "overloaded", {"Retry-After": "1"})
+        case StateNotWritten():
+            return Problem(503, OURS, str(error), None, "state_not_written", {"Retry-After": "1"})
         case RequestFailed():
             return Problem(500, OURS, str(error))
         case HTTPException():
@@ -86,6 +96,7 @@ HANDLED: tuple[type[Exception], ...] = (
     QueueFull,
     EngineStopped,
     RequestFailed,
+    StateNotWritten,
     HTTPException,
 )
 

@@ -20,13 +20,17 @@ from typing import TypeVar
 from anyio import to_thread
 from fastapi import FastAPI
 
+from app.bridge import Engine
 from app.config import Settings
 from app.errors import HANDLED, answer_error
+from app.experiments.live import Experiments
+from app.experiments.store import Store
 from app.metrics import Metrics
 from app.middleware import Edge
-from app.routes import chat, completions, ops, tokens
+from app.routes import chat, completions, experiments, ops, tokens
 from app.serving import LoadedEngine, Serving
 from app.version import version
+from verify import EVERY_VERIFIER
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -58,15 +62,17 @@ def create_app(
             serving: Serving | None = app.state.serving
             if serving is not None:
                 await to_thread.run_sync(serving.engine.stop)
+                await to_thread.run_sync(serving.experiments.close)
 
     app = FastAPI(title="graftserve", version=version(), lifespan=lifespan)
     app.state.serving = None
     app.state.failure = None
     app.state.metrics = metrics
+    app.state.admin_key = settings.admin_key
     for handled in HANDLED:
         app.add_exception_handler(handled, answer_error)
     app.add_middleware(Edge, metrics=metrics)
-    for routes in (completions, chat, tokens, ops):
+    for routes in (completions, chat, tokens, ops, experiments):
         app.include_router(routes.router)
     return app
 
@@ -78,11 +84,15 @@ async def _become_ready(
     metrics: Metrics,
     on_failure: Callable[[BaseException], None] | None,
 ) -> None:
+    store: Store | None = None
     try:
+        store = await _in_own_thread(lambda: Store(settings.state_dir))  # first: it fails in no time if it fails
         loaded = await _in_own_thread(load)
         engine = loaded.engine
         metrics.attach(engine)
         engine.subscribe(metrics)
+        trials = _take_up_experiments(store, engine, settings)
+        store = None  # the experiments' to close
         engine.start()
     except Exception as error:
         app.state.failure = error
@@ -90,9 +100,34 @@ async def _become_ready(
         if on_failure is not None:
             on_failure(error)
         return
+    finally:
+        if store is not None:
+            store.close()
     name = settings.served_model_name or engine.model_id
-    app.state.serving = Serving(engine, loaded.tokenizer, metrics, model=name, created=int(time.time()))
+    app.state.serving = Serving(engine, loaded.tokenizer, metrics, model=name, created=int(time.time()), experiments=trials)
     _log.info("serving %s", name)
+
+
+def _take_up_experiments(store: Store, engine: Engine, settings: Settings) -> Experiments:
+    """The experiments of the state folder, and the default schedule that one of them may have made."""
+
+    def on_default(schedule: str) -> None:
+        engine.default_schedule = schedule
+
+    lossy = [
+        name
+        for name, schedule in engine.schedules.items()
+        if not all(EVERY_VERIFIER[rule].lossless for rule in (schedule.greedy_verifier, schedule.sampling_verifier))
+    ]
+    return Experiments(
+        store,
+        engine.schedules,
+        engine.default_schedule,
+        configured=settings.schedule,
+        on_default=on_default,
+        lossy=lossy,
+        persistent=settings.state_dir is not None,
+    )
 
 
 async def _in_own_thread(work: Callable[[], T]) -> T:

@@ -134,7 +134,11 @@ class GenerationBody(Body):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Who asks; it changes nothing in the answer, and nothing is kept of it.")
+    user: str | None = Field(
+        None,
+        description="Who asks; it changes nothing in the answer. While an experiment runs the same user gets the same arm, "
+        "and a keyed hash of the name is kept.",
+    )
     speculative: Speculation | None = None
 
     @model_validator(mode="after")

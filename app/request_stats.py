@@ -59,8 +59,11 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
             total.drafted += count.drafted
             total.accepted += count.accepted
             total.forwards += count.forwards
+    experiment, _, arm = stats[0].arm.partition("/")
     return {
         "schedule": stats[0].schedule,
+        "experiment": experiment or None,
+        "arm": arm or None,
         "budget": budget,
         "auto": stats[0].is_auto,  # the budget was the most, and prices decided
         "drafters": {

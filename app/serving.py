@@ -9,6 +9,7 @@ from fastapi import Depends
 from starlette.requests import Request as HttpRequest
 
 from app.bridge import Engine
+from app.experiments.live import Experiments
 from app.metrics import Metrics
 from app.prompts import Tokenizer
 from app.token_text import TokenTexts
@@ -32,6 +33,7 @@ class Serving:
     metrics: Metrics
     model: str  # name in the API
     created: int  # Unix time at which the model was ready
+    experiments: Experiments
     texts: TokenTexts = field(init=False)  # read on the event loop only
 
     def __post_init__(self) -> None:

@@ -10,6 +10,7 @@ from struct import pack
 from typing import Literal
 
 from app.errors import shorten
+from app.experiments.outcome import Assignment
 from app.prompts import check_ids, fit
 from app.protocol import GenerationBody, Speculation
 from app.serving import Serving
@@ -28,6 +29,7 @@ def make_requests(
     emit: Callable[[Delta], None],
     prompt_param: str,
     default_limit: int | None,
+    assigned: Assignment | None = None,
 ) -> list[Request]:
     """The requests in the order of their choices: all answers to the first prompt, then all to the second, and so on.
 
@@ -39,6 +41,7 @@ def make_requests(
         emit: where the engine's deltas go.
         prompt_param: the name by which the body has the prompts.
         default_limit: tokens of an answer if the body sets no limit; None: all the room there is.
+        assigned: the arm of a running experiment, for a body that :func:`leaves_schedule_open`; all requests get it.
 
     Raises RequestError or ParamError for what can never be served.
     """
@@ -50,7 +53,10 @@ def make_requests(
             raise RequestError(message, param=prompt_param)
         message = f"At most {capacity} answers fit into one request; this one asks for {len(prompts)} times {num_choices}."
         raise RequestError(message, param="n")
-    schedule, budget = _schedule(serving, body.speculative)
+    if assigned is None:
+        schedule, budget = _schedule(serving, body.speculative)
+    else:
+        schedule, budget, emit = assigned.arm.schedule, assigned.arm.budget, assigned.watch(emit)
     stop_token_ids = check_ids(body.stop_token_ids or (), engine.vocab_size, param="stop_token_ids")
     requests: list[Request] = []
     for prompt in prompts:
@@ -72,9 +78,16 @@ def make_requests(
                 num_logprobs=body.num_logprobs,
                 schedule=schedule,
                 budget=budget,
+                arm="" if assigned is None else assigned.label,
             )
             requests.append(one)
     return requests
+
+
+def leaves_schedule_open(body: GenerationBody) -> bool:
+    """Whether the body says nothing of how it is drafted for; only then a request takes part in an experiment."""
+    asked = body.speculative
+    return asked is None or (asked.enabled is None and asked.schedule is None and asked.budget is None)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -106,13 +119,13 @@ def _sampling(body: GenerationBody, vocab_size: int) -> SamplingParams:
 
 def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | Literal["auto"] | None]:
     """Schedule and explicit budget of a request. Raises RequestError for what contradicts itself or does not exist."""
-    engine = serving.engine
+    engine, default = serving.engine, serving.experiments.default
     if asked is None:
-        return engine.default_schedule, None
+        return default.schedule, default.budget
     off = asked.enabled is False
     name = asked.schedule
     if name is None:  # an empty name is a name too, of no schedule
-        name = AUTOREGRESSIVE if off else engine.default_schedule
+        name = AUTOREGRESSIVE if off else default.schedule
     if name not in engine.schedules:
         message = f"There is no schedule {shorten(name)!r}; there are {', '.join(sorted(engine.schedules))}."
         raise RequestError(message, param="speculative.schedule")
@@ -125,4 +138,4 @@ def _schedule(serving: Serving, asked: Speculation | None) -> tuple[str, int | L
     if name == AUTOREGRESSIVE and (asked.budget or 1) not in (1, "auto"):
         message = f"The schedule {name!r} verifies one node per step, so a budget of {asked.budget} cannot be used."
         raise RequestError(message, param="speculative.budget")
-    return name, asked.budget
+    return name, default.budget if asked.schedule is None and not off and asked.budget is None else asked.budget

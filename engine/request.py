@@ -43,6 +43,7 @@ class Request:
     schedule: str | None = None  # None: the server's default
     budget: int | Literal["auto"] | None = None  # verified nodes per step, root included; None: the schedule's own
     keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
+    arm: str = ""  # "experiment/arm" of a comparison; only counted by
 
 
 @dataclass(slots=True)
@@ -79,6 +80,7 @@ class RequestStats:
     drafted: list[int] = field(default_factory=list)  # per speculative step: nodes sent to verification
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     halts: dict[str, str] = field(default_factory=dict)  # drafter -> why it stopped drafting for this request
+    arm: str = ""
     arrived_s: float = 0.0  # time.monotonic() values
     admitted_s: float = 0.0
     first_token_s: float = 0.0

@@ -108,6 +108,7 @@ def open_sequence(
             is_auto=schedule.is_auto,
             drafters={name: DrafterCount() for name in schedule.drafters.values()},
             arrived_s=time.monotonic(),
+            arm=request.arm,
         ),
         trees=deque(maxlen=request.keep_trees),
     )

@@ -42,11 +42,13 @@ MODEL = "toy/scripted"
 
 @dataclass(frozen=True)
 class ScriptedSchedule:
-    """The three things the edge reads of a schedule."""
+    """What the edge reads of a schedule."""
 
     name: str
     description: str
     budget: int
+    greedy_verifier: str = "greedy"
+    sampling_verifier: str = "walk"
 
 
 @dataclass
@@ -116,7 +118,7 @@ class ScriptedEngine:
                 raise QueueFull("The queue is full.")
             self.submitted.append(request)
             schedule = request.schedule or self.default_schedule
-            stats = RequestStats(schedule, len(request.prompt), arrived_s=time.monotonic())
+            stats = RequestStats(schedule, len(request.prompt), arm=request.arm, arrived_s=time.monotonic())
             self._waiting.append(_Running(request, self._answer(request), stats))
             self._lock.notify()
 

@@ -9,6 +9,7 @@ from app.commands.calibrate import calibrate
 from app.commands.config import config
 from app.commands.corpus import corpus
 from app.commands.distill import distill
+from app.commands.experiments import experiments
 from app.commands.generate import generate
 from app.commands.prove import prove
 from app.commands.serve import serve
@@ -25,4 +26,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "version": version,
 }
 
-GROUPS: dict[str, typer.Typer] = {"bench": bench}
+GROUPS: dict[str, typer.Typer] = {"bench": bench, "experiments": experiments}

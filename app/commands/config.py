@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import typer
+from pydantic import SecretStr
 
 from app.commands.options import takes_settings
 from app.config import Settings
@@ -18,5 +19,8 @@ def config(settings: Settings) -> None:
             value = "none"  # turned off, where leaving it out would mean the default
         if isinstance(value, dict):  # an object's JSON is no TOML; as a string it is, and is read back like the command line's
             value = json.dumps(value, ensure_ascii=False)
+        if isinstance(getattr(settings, name), SecretStr):
+            typer.echo(f"# {name} is set, and not shown")
+            continue
         # TOML has no null; JSON's strings, numbers and booleans are TOML's.
         typer.echo(f"# {name} is not set" if value is None else f"{name} = {json.dumps(value, ensure_ascii=False)}")
