@@ -41,6 +41,13 @@ def test_every_module_of_the_folders_is_in_the_wheel(wheel_names: list[str]) -> 
     assert {name for name in wheel_names if name.endswith(".py")} == in_folders
 
 
+def test_the_drafters_of_the_embedded_model_are_in_the_wheel(wheel_names: list[str]) -> None:
+    """An installed server without them would silently fall back to stand-ins."""
+    for role in ("small", "medium"):
+        assert {f"drafters/pretrained/{role}/{file}" for file in ("config.json", "model.safetensors")} <= set(wheel_names)
+    assert sum(file.stat().st_size for file in (ROOT / "drafters" / "pretrained").rglob("*")) < 40e6
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     """Without an `__init__.py` a folder becomes a namespace that a stranger's folder of the same name can join."""
     folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
