@@ -25,14 +25,24 @@ MAX_COUNT = 2**63 - 1  # beyond it no count can be meant, and a sum might have m
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 
 
+def _budget(value: object) -> object:
+    """A union would report its branches as places in the body."""
+    if value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_COUNT:
+        raise ValueError('must be a whole number of at least 1, or "auto"')
+    return value
+
+
+Budget = Annotated[int | Literal["auto"], PlainValidator(_budget, json_schema_input_type=Count | Literal["auto"])]
+
+
 class Speculation(Body):
     """How this request is drafted for; none of it changes the answer."""
 
     enabled: bool | None = Field(None, description="false: decode without drafting, which is the schedule 'ar'.")
     schedule: str | None = Field(None, description="A name from /v1/schedules.")
-    budget: Count | Literal["auto"] | None = Field(
-        None, description="Nodes verified per step, root included; auto: as many as pay."
-    )
+    budget: Budget | None = Field(None, description="Nodes verified per step, root included; auto: as many as pay.")
 
 
 class StreamOptions(Body):

@@ -47,6 +47,7 @@ class ScriptedSchedule:
     name: str
     description: str
     budget: int
+    is_auto: bool = False
     greedy_verifier: str = "greedy"
     sampling_verifier: str = "walk"
 

@@ -49,6 +49,7 @@ QUESTIONS = [Question((1, 2, i), 5) for i in range(4)]
 def no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GRAFTSERVE_COSTS", "none")  # nothing is measured
 
 
 # ---- methods without models ---------------------------------------------------------------------------------------------
@@ -507,7 +508,7 @@ def test_the_command_goes_on_with_its_log(folder: Path, prompts: Path, tmp_path:
     with prompts.open("a") as file:
         file.write('{"prompt": "one more"}\n')
     written = log.read_bytes()
-    for more, named in (([], "prompts.number was 3, is 4"), (["--budget", "4"], "settings.budget was null, is 4")):
+    for more, named in (([], "prompts.number was 3, is 4"), (["--budget", "4"], 'settings.budget was "auto", is 4')):
         refused = decode(folder, *options, *more)
         assert refused.exit_code == 2 and named in refused.stderr and log.read_bytes() == written, refused.stderr
 

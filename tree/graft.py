@@ -132,7 +132,9 @@ class GraftGrowth:
     def attach(self, drafter: str, answer: Answer) -> None:
         """Rescore (medium), choose the frontier, merge its children, and move the pools on by one step."""
         assert self._asked is not None and self._asked[0] == drafter, f"{drafter} was not asked"
-        pool, self._asked = [node for node in self._asked[1] if node in answer.candidates], None
+        # An answer about no node at all is one about all of them: they are not to be asked about for ever.
+        pool = [node for node in self._asked[1] if node in answer.candidates] or list(self._asked[1])
+        self._asked = None
         tree, policy = self.tree, self._policy
         is_medium = drafter == policy.medium
         frontier = top(tree, pool, policy.frontier)
