@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,8 @@ from app.sse import DONE, EventStream, event
 from app.stickiness import stickiness_key
 from app.submission import leaves_schedule_open, make_requests
 from app.token_text import TokenTexts
+from app.tool_reading import CallPiece, Reader
+from engine.constraint import Grammar
 from engine.request import EngineStopped, RequestError, TokenLogprob
 
 _log = logging.getLogger(__name__)
@@ -39,14 +41,18 @@ class Dialect(Protocol):
     prompt_param: str
     default_limit: int | None  # tokens of an answer to a body that sets no limit; None: all the room there is
 
-    def choice(self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, reason: str, logprobs: dict[str, Any] | None, calls: Sequence[CallPiece] = ()
+    ) -> dict[str, Any]:
         """A whole choice."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice of the chunk that precedes all text, if there is one."""
 
-    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        """The choice of a chunk that carries text."""
+    def piece(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, calls: Sequence[CallPiece] = ()
+    ) -> dict[str, Any]:
+        """The choice of a chunk that carries text, calls, or both."""
 
     def ending(self, index: int, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """The choice of the chunk that carries the finish reason, and what tokens without text of their own leave."""
@@ -67,6 +73,8 @@ class _Answer:
     choices: list[Choice]
     texts: TokenTexts
     has_logprobs: bool
+    num_drawn: int  # choices per prompt
+    num_kept: int  # of these the best are given back
     id: str
     created: int
 
@@ -86,22 +94,33 @@ class _Answer:
         stats = [choice.stats for choice in choices if choice.stats is not None]
         return {"metrics": answer_metrics(stats, self.budget)} if stats else {}
 
+    def kept(self) -> list[int]:
+        """The choices to give back, prompt by prompt: all in their order, or the best ones, best first."""
+        prompts = [range(i, i + self.num_drawn) for i in range(0, len(self.choices), self.num_drawn)]
+        if self.num_kept == self.num_drawn:
+            return [index for indices in prompts for index in indices]
+        ranked = (sorted(indices, key=lambda index: -self.choices[index].mean_logprob) for indices in prompts)
+        return [index for indices in ranked for index in indices[: self.num_kept]]
+
     async def whole(self) -> dict[str, Any]:
         """The body of a whole answer."""
         pieces: list[list[str]] = [[] for _ in self.choices]
         tokens: list[list[TokenLogprob]] = [[] for _ in self.choices]
+        calls: list[list[CallPiece]] = [[] for _ in self.choices]
         async for index, delta in self.stream:
             piece = self.choices[index].take(delta)
             pieces[index].append(piece.text)
             tokens[index].extend(piece.logprobs)
+            calls[index].extend(piece.calls)
         choices = [
             self.dialect.choice(
-                index,
+                place,
                 "".join(pieces[index]),
-                choice.reason,
+                self.choices[index].reason,
                 self.dialect.logprobs(tokens[index], self.texts) if self.has_logprobs else None,
+                calls[index],
             )
-            for index, choice in enumerate(self.choices)
+            for place, index in enumerate(self.kept())
         ]
         return {
             **self.head(self.dialect.object),
@@ -129,8 +148,8 @@ class _Answer:
                 choice = self.choices[index]
                 piece = choice.take(delta)
                 tokens = piece.logprobs
-                if piece.text:
-                    yield chunk(self.dialect.piece(index, piece.text, logprobs(tokens)))
+                if piece.text or piece.calls:
+                    yield chunk(self.dialect.piece(index, piece.text, logprobs(tokens), piece.calls))
                     tokens = []
                 if delta.finish_reason is not None:
                     # With a usage chunk to come the numbers ride that one, as the sum over all choices.
@@ -155,8 +174,13 @@ async def answer(
     body: GenerationBody,
     prompts: Sequence[tuple[int, ...]],
     echoes: Sequence[str] | None = None,
+    *,
+    grammar: Grammar | None = None,
+    reader: Callable[[], Reader] | None = None,
 ) -> Response:
     """Submit the prompts and answer, `n` choices for each; each begins with its prompt's one of `echoes`, if given.
+
+    Every choice is a text of `grammar`, if given, and is read by a `reader` of its own, if there may be calls in it.
 
     Raises what is wrong with the request, or with the engine, before anything is sent.
     """
@@ -164,7 +188,7 @@ async def answer(
     started = False
     try:
         assigned = _assign(http, serving, body, len(prompts))
-        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned)
+        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader)
         headers = {} if assigned is None else assigned.headers
         if body.stream:
             response = EventStream(made.events(serving, wants_usage=body.wants_usage), stream.close)
@@ -191,7 +215,7 @@ def _assign(http: HttpRequest, serving: Serving, body: GenerationBody, num_promp
     if not leaves_schedule_open(body):
         return None
     key = stickiness_key(http.headers, body, None)
-    is_alone = num_prompts * body.num_choices == 1
+    is_alone = num_prompts * body.num_drawn == 1
     return serving.experiments.assign(key, None if is_alone else uuid.uuid4().hex)
 
 
@@ -203,6 +227,8 @@ def _submit(
     prompts: Sequence[tuple[int, ...]],
     echoes: Sequence[str] | None,
     assigned: Assignment | None,
+    grammar: Grammar | None,
+    reader: Callable[[], Reader] | None,
 ) -> _Answer:
     answer_id = dialect.id_prefix + uuid.uuid4().hex
     requests = make_requests(
@@ -214,6 +240,7 @@ def _submit(
         prompt_param=dialect.prompt_param,
         default_limit=dialect.default_limit,
         assigned=assigned,
+        grammar=grammar,
     )
     schedule, budget = requests[0].schedule, requests[0].budget
     assert schedule is not None, "a request names its schedule"
@@ -224,11 +251,17 @@ def _submit(
         stream=stream,
         num_prompt_tokens=sum(map(len, prompts)),
         choices=[
-            Choice(lambda token: serving.texts(token).text, None if echoes is None else echoes[i // body.num_choices])
+            Choice(
+                lambda token: serving.texts(token).text,
+                None if echoes is None else echoes[i // body.num_drawn],
+                None if reader is None else reader(),
+            )
             for i in range(len(requests))
         ],
         texts=serving.texts,
         has_logprobs=body.num_logprobs is not None,
+        num_drawn=body.num_drawn,
+        num_kept=body.num_choices,
         id=answer_id,
         created=int(time.time()),
     )

@@ -34,7 +34,7 @@ def wrap_part(value: Any) -> Any:
 def check_prompt(value: Any) -> Prompt:
     """The prompt as given, if it has one of the four shapes; by hand, as a union would try all four on each item."""
     if isinstance(value, str):
-        return _encodable(value)
+        return encodable(value)
     if not isinstance(value, list):
         raise PydanticCustomError(
             "prompt_type", "must be a string, a list of strings, or a list (of lists) of token ids"
@@ -48,7 +48,7 @@ def check_prompt(value: Any) -> Prompt:
             "too_many", f"holds more than {MAX_PROMPTS} prompts, or token ids that are no integers"
         )
     if all(isinstance(item, str) for item in value):
-        return [_encodable(item) for item in value]
+        return [encodable(item) for item in value]
     if all(isinstance(item, list) and all(type(token) is int for token in item) for item in value):
         return value
     raise PydanticCustomError("prompt_type", "must hold only strings, only token ids, or only lists of token ids")
@@ -65,7 +65,7 @@ def check_bias(value: Any) -> dict[int, Any] | None:
     return {int(token): bias for token, bias in value.items()}
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """JSON can spell half a surrogate pair, which is no character and which no tokenizer takes."""
     try:
         text.encode()
@@ -74,7 +74,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-Text = Annotated[str, AfterValidator(_encodable)]
+Text = Annotated[str, AfterValidator(encodable)]
 
 
 class Body(BaseModel):
@@ -90,8 +90,9 @@ class Body(BaseModel):
         if not isinstance(data, dict):
             return data
         kept = {}
+        known = {field.alias or name for name, field in cls.model_fields.items()}
         for name, value in data.items():
-            if name in cls.model_fields:
+            if name in known:
                 kept[name] = value
             elif name not in cls.not_yet:
                 raise PydanticCustomError("unknown_parameter", "is not a known parameter", {"param": shorten(name)})

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from app.errors import RequestFailed
+from app.tool_reading import CallPiece, Reader, ReadPiece
 from engine.request import Delta, EngineStopped, FinishReason, RequestStats, TokenLogprob
 
 
@@ -15,6 +16,7 @@ class Piece:
 
     text: str
     logprobs: list[TokenLogprob]  # of the tokens whose text begins inside the text so far; at the end of all that are left
+    calls: tuple[CallPiece, ...] = ()
 
 
 @dataclass(slots=True)
@@ -27,10 +29,14 @@ class Choice:
 
     token_text: Callable[[int], str]
     echo: str | None = None  # the prompt's text, to be given out first
+    reader: Reader | None = None  # finds calls of functions in the text; None: there are none
     num_output_tokens: int = 0
     num_chars: int = 0  # of the answer, without the echo
     reason: str = ""
     stats: RequestStats | None = None
+    has_calls: bool = False
+    sum_logprobs: float = 0.0
+    _held: list[TokenLogprob] = field(default_factory=list)  # due, but what they belong to is still being read
     _waiting: list[TokenLogprob] = field(default_factory=list)
     _first: int | None = None  # the first token
 
@@ -42,6 +48,7 @@ class Choice:
         if delta.finish_reason is FinishReason.ERROR:
             raise RequestFailed(delta.error or "The engine failed on this request.")
         self._waiting.extend(delta.logprobs)
+        self.sum_logprobs += sum(one.logprob for one in delta.logprobs)
         self.num_chars += len(delta.text)
         if self._first is None and delta.token_ids:
             self._first = delta.token_ids[0]
@@ -49,7 +56,28 @@ class Choice:
         if delta.finish_reason is not None:
             self.reason = delta.finish_reason.value
             self.stats = delta.stats
-        return Piece(self._with_echo(delta.text, is_over), self._due(is_over))
+        read = self._read(delta.text, is_over)
+        self.has_calls = self.has_calls or bool(read.calls)
+        if self.has_calls and delta.finish_reason is FinishReason.STOP:
+            self.reason = "tool_calls"
+        due = [*self._held, *self._due(is_over)]
+        is_shown = is_over or read.content or read.calls
+        self._held = [] if is_shown else due
+        return Piece(self._with_echo(read.content, is_over), due if is_shown else [], read.calls)
+
+    @property
+    def mean_logprob(self) -> float:
+        """Per token, if log-probabilities were asked for."""
+        return self.sum_logprobs / max(self.num_output_tokens, 1)
+
+    def _read(self, text: str, is_over: bool) -> ReadPiece:
+        if self.reader is None:
+            return ReadPiece(text)
+        read = self.reader.push(text)
+        if not is_over:
+            return read
+        rest = self.reader.finish()
+        return ReadPiece(read.content + rest.content, read.calls + rest.calls)
 
     def _due(self, is_over: bool) -> list[TokenLogprob]:
         count = len(self._waiting)

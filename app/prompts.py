@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -54,6 +54,7 @@ async def chat_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
     *,
+    tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
     add_special_tokens: bool = False,
 ) -> tuple[int, ...]:
@@ -62,6 +63,7 @@ async def chat_prompt(
     Args:
         tokenizer: with a chat template.
         messages: the conversation.
+        tools: as the template wants them, if the model is to learn of some.
         add_generation_prompt: whether the template begins the assistant's turn.
         add_special_tokens: whether the tokenizer adds its own special tokens to those of the template.
     """
@@ -72,23 +74,49 @@ async def chat_prompt(
             param="messages",
             code="no_chat_template",
         )
-    # Templates of open models know "system" and not its newer name.
-    turns = [{"role": "system" if m.role == "developer" else m.role, "content": m.text} for m in messages]
+    turns = [_turn(message) for message in messages]
+    told = {"tools": list(tools)} if tools else {}
 
     def encode() -> tuple[int, ...]:
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=add_generation_prompt, **told)
+        if (half := unpaired(text)) is not None:  # JSON inside of JSON can spell it
+            raise RequestError(f"The conversation holds half a surrogate pair, {half}.", param="messages")
         # Usually none: the template has written the special tokens itself.
         return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     try:
-        if sum(len(turn["content"]) for turn in turns) <= _INLINE_CHARS:
+        if len(repr(turns)) + len(repr(tools)) <= _INLINE_CHARS:
             ids = encode()
         else:
             ids = await to_thread.run_sync(encode)
     except TemplateError as error:
         message = f"The model's chat template refused the messages: {shorten(str(error))}"
         raise RequestError(message, param="messages") from error
+    except RecursionError as error:
+        raise RequestError("The arguments of calls, or tools, are nested too deeply.", param="messages") from error
     return _refuse_empty(ids, "messages")
+
+
+def unpaired(text: str) -> str | None:
+    """The first unpaired surrogate in a text, by its name."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"U+{ord(text[error.start]):04X}"
+    return None
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    """A message as templates of open models know it: "system" by its older name, arguments as objects and not as text."""
+    turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": call.function.values}}
+            for call in message.tool_calls
+        ]
+    if message.tool_call_id is not None:
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
 
 
 def fit(

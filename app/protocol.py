@@ -13,6 +13,8 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from app.body import Body, Prompt, Text, check_bias, check_prompt, wrap_part, wrap_text
+from app.protocol_guided import GuidedBody
+from app.protocol_tools import MAX_CALLS, ToolCall, ToolsBody
 from engine.request import MAX_LOGPROBS
 
 MAX_STOPS = 16
@@ -68,35 +70,52 @@ class Message(Body):
         "annotations": (None, []),
         "audio": (None,),
         "function_call": (None,),
-        "tool_calls": (None, []),
-        "tool_call_id": (None,),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(wrap_part, str | list[TextPart])
-    ]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        Annotated[
+            list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), BeforeValidator(wrap_part, str | list[TextPart])
+        ]
+        | None
+    ) = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = Field(
+        None, description="What the assistant called in this turn."
+    )
+    tool_call_id: Text | None = Field(None, description="The call of which a message of the role tool is the result.")
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("role", "is only allowed with the role assistant", {"param": "tool_calls"})
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            kind = "missing" if self.role == "tool" else "role"
+            raise PydanticCustomError(kind, "belongs to the role tool, and only to it", {"param": "tool_call_id"})
+        if self.content is None and not self.tool_calls:
+            raise PydanticCustomError("missing", "is required", {"param": "content"})
+        return self
+
+    @property
+    def is_about_tools(self) -> bool:
+        """Whether it is a call or the result of one."""
+        return self.role == "tool" or bool(self.tool_calls)
 
     @property
     def text(self) -> str:
         """The parts as one text, a line each."""
-        return "\n".join(part.text for part in self.content)
+        return "\n".join(part.text for part in self.content or ())
 
 
 Stop = Annotated[Text, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-class GenerationBody(Body):
+class GenerationBody(GuidedBody):
     """What both ways of asking for text have in common."""
 
     not_yet = {
         "suffix": (None,),
-        "response_format": (None, {"type": "text"}),
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
-        "parallel_tool_calls": (None, True, False),
         "modalities": (None, ["text"]),
     }
 
@@ -116,7 +135,11 @@ class GenerationBody(Body):
         "first is the one that n = 1 gives, the others have seeds made from it.",
     )
     n: Count | None = Field(None, description="Answers to each prompt. Default 1.")
-    best_of: Count | None = Field(None, description="As n; answers are not drawn to be thrown away.")
+    best_of: Count | None = Field(
+        None,
+        description="Answers drawn to each prompt, of which the n with the highest mean log-probability per token are given "
+        "back, best first. At least n, which is the default; more only without stream.",
+    )
     presence_penalty: float | None = Field(
         None, description="-2 to 2: lowers the logits of tokens that the answer holds already. Default 0."
     )
@@ -162,9 +185,11 @@ class GenerationBody(Body):
             raise PydanticCustomError(
                 "contradiction", "differs from max_completion_tokens; send one of them", {"param": "max_tokens"}
             )
-        if self.best_of is not None and self.best_of != self.num_choices:
+        if self.num_drawn < self.num_choices:
+            raise PydanticCustomError("contradiction", "must be at least n", {"param": "best_of"})
+        if self.num_drawn > self.num_choices and self.stream:
             raise PydanticCustomError(
-                "unsupported_parameter", "is not supported unless it equals n", {"param": "best_of"}
+                "contradiction", "must equal n when stream is true: the best is known in the end", {"param": "best_of"}
             )
         return self
 
@@ -172,6 +197,11 @@ class GenerationBody(Body):
     def num_choices(self) -> int:
         """Answers to each prompt."""
         return self.n or 1
+
+    @property
+    def num_drawn(self) -> int:
+        """Answers drawn to each prompt; the best `num_choices` are given back."""
+        return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def num_logprobs(self) -> int | None:
@@ -203,7 +233,13 @@ _ALTERNATIVES = f"The number, 0 to {MAX_LOGPROBS}, says how many of the likelies
 class CompletionBody(GenerationBody):
     """Body of ``POST /v1/completions``."""
 
-    not_yet = {**GenerationBody.not_yet, "top_logprobs": (None, 0)}
+    not_yet = {
+        **GenerationBody.not_yet,
+        "top_logprobs": (None, 0),
+        "tools": (None, []),
+        "tool_choice": (None, "none", "auto"),
+        "parallel_tool_calls": (None, True, False),
+    }
 
     prompt: Annotated[Prompt, PlainValidator(check_prompt, json_schema_input_type=Prompt)]
     logprobs: Alternatives | None = Field(None, description=f"{_LOGPROBS} {_ALTERNATIVES}")
@@ -223,7 +259,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, ToolsBody):
     """Body of ``POST /v1/chat/completions``."""
 
     not_yet = {**GenerationBody.not_yet, "echo": (False, None)}

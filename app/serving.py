@@ -10,9 +10,11 @@ from starlette.requests import Request as HttpRequest
 
 from app.bridge import Engine
 from app.experiments.live import Experiments
+from app.guided import Grammars
 from app.metrics import Metrics
 from app.prompts import Tokenizer
 from app.token_text import TokenTexts
+from app.tool_formats import ToolForms
 from engine.request import EngineStopped
 
 
@@ -35,9 +37,14 @@ class Serving:
     created: int  # Unix time at which the model was ready
     experiments: Experiments
     texts: TokenTexts = field(init=False)  # read on the event loop only
+    grammars: Grammars = field(init=False)
+    tool_forms: ToolForms = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "texts", TokenTexts(self.tokenizer))
+        grammars = Grammars(self.tokenizer, vocab_size=self.engine.vocab_size, stop_tokens=self.engine.stop_tokens)
+        object.__setattr__(self, "grammars", grammars)
+        object.__setattr__(self, "tool_forms", ToolForms(self.tokenizer))
 
 
 def require_serving(request: HttpRequest) -> Serving:

@@ -14,6 +14,7 @@ from app.experiments.outcome import Assignment
 from app.prompts import check_ids, fit
 from app.protocol import GenerationBody, Speculation
 from app.serving import Serving
+from engine.constraint import Grammar
 from engine.request import Delta, Request, RequestError
 from models.sampling import SamplingParams
 
@@ -30,6 +31,7 @@ def make_requests(
     prompt_param: str,
     default_limit: int | None,
     assigned: Assignment | None = None,
+    grammar: Grammar | None = None,
 ) -> list[Request]:
     """The requests in the order of their choices: all answers to the first prompt, then all to the second, and so on.
 
@@ -42,17 +44,18 @@ def make_requests(
         prompt_param: the name by which the body has the prompts.
         default_limit: tokens of an answer if the body sets no limit; None: all the room there is.
         assigned: the arm of a running experiment, for a body that :func:`leaves_schedule_open`; all requests get it.
+        grammar: what every answer must be a text of; None: anything.
 
     Raises RequestError or ParamError for what can never be served.
     """
-    engine, num_choices = serving.engine, body.num_choices
+    engine, num_choices = serving.engine, body.num_drawn
     capacity = engine.max_num_seqs + engine.max_waiting
     if len(prompts) * num_choices > capacity:  # not even an idle server could take them
         if len(prompts) > capacity:
             message = f"At most {capacity} prompts fit into one request; this one has {len(prompts)}."
             raise RequestError(message, param=prompt_param)
         message = f"At most {capacity} answers fit into one request; this one asks for {len(prompts)} times {num_choices}."
-        raise RequestError(message, param="n")
+        raise RequestError(message, param="n" if num_choices == body.num_choices else "best_of")
     if assigned is None:
         schedule, budget = _schedule(serving, body.speculative)
     else:
@@ -75,7 +78,9 @@ def make_requests(
                 stop_token_ids=frozenset(stop_token_ids),
                 ignore_eos=bool(body.ignore_eos),
                 min_tokens=body.min_tokens or 0,
-                num_logprobs=body.num_logprobs,
+                # The best of several are found by them.
+                num_logprobs=0 if body.num_logprobs is None and body.num_drawn > body.num_choices else body.num_logprobs,
+                grammar=grammar,
                 schedule=schedule,
                 budget=budget,
                 arm="" if assigned is None else assigned.label,

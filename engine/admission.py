@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from engine.constraint import Constraint
 from engine.request import MAX_LOGPROBS, Request, RequestError
 from engine.sequence import end_tokens, rows_needed
 from scheduler.schedule import Schedule
@@ -140,5 +141,8 @@ def _check_ends(request: Request, *, vocab_size: int, max_model_len: int, stop_t
     if not 0 <= request.min_tokens <= most:
         message = f"min_tokens must be between 0 and the {most} tokens that the answer may have, not {request.min_tokens}"
         raise RequestError(message, param="min_tokens")
+    if request.grammar is not None and Constraint(request.grammar, end_tokens(request, stop_tokens)).is_complete:
+        message = "stop_token_ids: every token with which an answer of the grammar can begin ends the answer"
+        raise RequestError(message, param="stop_token_ids")
     if request.min_tokens and len(end_tokens(request, stop_tokens)) >= vocab_size:
         raise RequestError("min_tokens: every token of the vocabulary ends the answer", param="min_tokens")

@@ -1,7 +1,7 @@
 """Committing: what of a verified block becomes text, and where the request ends inside it.
 
 The only writer of output tokens. A block is cut exactly where a decoder that makes one token at a time would have stopped:
-after each token, first the end token, then stop strings, then the limits.
+after each token, first the end token, then stop strings, then the end of the grammar, then the limits.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ def _append(
         if pushed.stopped:
             finish = FinishReason.STOP
             break
+        if sequence.constraint is not None:
+            sequence.constraint.advance(token)
+            if sequence.constraint.is_complete:
+                finish = FinishReason.STOP
+                break
         if len(sequence.tokens) >= sequence.max_total:
             finish = FinishReason.LENGTH
             break

@@ -139,7 +139,8 @@ def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
     """Put an answer into the tree. One that makes no sense ends drafting there; the tree as it stands is still a tree."""
     before = len(draft.growth.tree)
     try:
-        draft.growth.attach(drafter.name, answer)
+        constraint = draft.sequence.constraint
+        draft.growth.attach(drafter.name, answer if constraint is None else constraint.admit(answer, draft.growth.tree))
     except Exception:
         log.exception("drafter %s gave an answer that cannot be used", drafter.name)
         _halt(draft.sequence, drafter, "error")

@@ -20,6 +20,7 @@ from drafters.base import Drafter
 from engine.adjust import adjusted, without_ends
 from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
+from engine.constraint import ConstraintError
 from engine.draft import close_drafters, grow_trees, show_hidden
 from engine.noise import TargetNoise
 from engine.request import (
@@ -309,6 +310,11 @@ class Engine:
             if self.auto is not None:
                 self.auto.verified(scored.draft.growth.tree, scored.nodes, verdict.path, sequence.record)
             block = commit(scored, verdict, self.target.pool, self._drafters)
+        except ConstraintError as error:
+            log.warning("request %s ends with an error: %s", sequence.request.id, error)
+            self.target.pool.release(scored.rows)
+            self._finish(sequence, FinishReason.ERROR, f"The grammar cannot be followed: {error}.")
+            return None
         except Exception:
             log.exception("request %s ends with an error", sequence.request.id)
             self.target.pool.release(scored.rows)
@@ -345,7 +351,9 @@ class Engine:
         if not sampling.is_plain:
             paths = [tree.path_tokens(node) for node in scored.nodes]
             logits = adjusted(logits, sampling, sequence.tallied(logits), paths)
-        if sequence.num_required:
+        if sequence.constraint is not None:
+            logits = sequence.constraint.masked(logits, tree, scored.nodes, sequence.num_required)
+        elif sequence.num_required:
             depths = [tree.depth[node] for node in scored.nodes]
             logits = without_ends(logits, sequence.end_tokens, depths, sequence.num_required)
         rows = logits if sampling.greedy else probabilities(logits, sampling)

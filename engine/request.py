@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
+from engine.constraint import Grammar
 from models.sampling import SamplingParams
 
 MAX_LOGPROBS = 20  # alternatives per token
@@ -42,6 +43,7 @@ class Request:
     num_logprobs: int | None = None  # log-probabilities of each token and that many alternatives, up to MAX_LOGPROBS; None: no
     schedule: str | None = None  # None: the server's default
     budget: int | Literal["auto"] | None = None  # verified nodes per step, root included; None: the schedule's own
+    grammar: Grammar | None = None  # what the answer must be a text of; None: anything
     keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
     arm: str = ""  # "experiment/arm" of a comparison; only counted by
 

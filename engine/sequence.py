@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from engine.adjust import Tally
+from engine.constraint import Constraint
 from engine.request import DrafterCount, Request, RequestStats
 from engine.text import TextStream
 from models.kv_cache import RowList
@@ -48,6 +49,7 @@ class Sequence:
     drafter_states: dict[str, Any] = field(default_factory=dict)
     trees: deque[TreeRecord] = field(default_factory=deque)
     record: TextRecord = field(default_factory=TextRecord)  # how drafters have fared on this text
+    constraint: Constraint | None = None  # where the answer is in its grammar, if it has one
     tally: Tally | None = None  # what penalties count in `tokens`; None until `tallied` is asked for it
 
     @property
@@ -93,13 +95,14 @@ def open_sequence(
 ) -> Sequence:
     """A sequence that has not been fed yet; `stop_tokens` are the model's own."""
     prompt = list(request.prompt)
+    ends = end_tokens(request, stop_tokens)
     allowed = max_model_len if request.max_tokens is None else min(max_model_len, len(prompt) + request.max_tokens)
     return Sequence(
         request=request,
         schedule=schedule,
         text=text,
         max_total=allowed,
-        end_tokens=end_tokens(request, stop_tokens),
+        end_tokens=ends,
         num_reserved=rows_needed(len(prompt), request.max_tokens, schedule.budget, max_model_len),
         tokens=prompt,
         stats=RequestStats(
@@ -111,6 +114,7 @@ def open_sequence(
             arm=request.arm,
         ),
         trees=deque(maxlen=request.keep_trees),
+        constraint=None if request.grammar is None else Constraint(request.grammar, ends),
     )
 
 

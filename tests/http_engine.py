@@ -73,6 +73,7 @@ class ScriptedEngine:
 
     def __post_init__(self) -> None:
         self.vocab_size = len(self.tokenizer)
+        self.stop_tokens = frozenset({self.tokenizer.eos_token_id})
         names = (("ar", "one token per step", 1), ("chain", "a chain", 5), ("graft", "a tree", 8))
         self.schedules = {name: ScriptedSchedule(name, text, budget) for name, text, budget in names}
         self.default_schedule = "graft"

@@ -94,7 +94,7 @@ def test_without_a_limit_a_chat_may_fill_the_context(server: Server) -> None:
         ("hi", "messages"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"content": "x"}], "messages[0].role"),
-        ([{"role": "tool", "content": "x"}], "messages[0].role"),
+        ([{"role": "tool", "content": "x"}], "messages[0].tool_call_id"),
         ([{"role": "user", "content": None}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image_url", "text": "x"}]}], "messages[0].content[0].type"),
@@ -102,7 +102,7 @@ def test_without_a_limit_a_chat_may_fill_the_context(server: Server) -> None:
             [{"role": "user", "content": [{"type": "text", "text": "x", "image_url": "y"}]}],
             "messages[0].content[0].image_url",
         ),
-        ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls"),
+        ([{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [{}]}], "messages[1].tool_calls[0].id"),
         (["hi"], "messages[0]"),
     ],
 )

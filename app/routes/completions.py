@@ -14,6 +14,7 @@ from app.prompts import completion_prompts, prompt_texts
 from app.protocol import CompletionBody
 from app.serving import Ready
 from app.token_text import TokenTexts
+from app.tool_reading import CallPiece
 from engine.request import TokenLogprob
 
 router = APIRouter()
@@ -29,17 +30,20 @@ class CompletionDialect:
     default_limit: int | None = 16  # what clients of this endpoint have always got
 
     def choice(
-        self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None
+        self, index: int, text: str, reason: str | None, logprobs: dict[str, Any] | None, calls: Sequence[CallPiece] = ()
     ) -> dict[str, Any]:
         """A whole choice."""
+        assert not calls, "calls belong to chat"
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def opening(self, index: int) -> None:
         """None: a stream begins with text."""
 
-    def piece(self, index: int, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+    def piece(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, calls: Sequence[CallPiece] = ()
+    ) -> dict[str, Any]:
         """Text that is not the end."""
-        return self.choice(index, text, None, logprobs)
+        return self.choice(index, text, None, logprobs, calls)
 
     def ending(self, index: int, reason: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """The end, without text."""
@@ -71,4 +75,6 @@ async def create_completion(http: HttpRequest, serving: Ready, body: CompletionB
     check_model(serving, body.model)
     prompts = await completion_prompts(serving.tokenizer, body.prompt, vocab_size=serving.engine.vocab_size)
     echoes = await prompt_texts(serving.tokenizer, body.prompt) if body.echo else None
-    return await answer(http, serving, DIALECT, body, prompts, echoes)
+    spec = body.grammar_spec()
+    grammar = None if spec is None else await serving.grammars.compile(spec)
+    return await answer(http, serving, DIALECT, body, prompts, echoes, grammar=grammar)

@@ -19,9 +19,12 @@ async def tokenize(serving: Ready, body: TokenizeBody) -> dict[str, Any]:
     """Token ids of a text, or of a conversation: those that the completion endpoints would give the model."""
     check_model(serving, body.model)
     if body.messages is not None:
+        if body.tools:
+            serving.tool_forms.check("tools")
         ids = await chat_prompt(
             serving.tokenizer,
             body.messages,
+            tools=body.shown_tools,
             add_generation_prompt=body.add_generation_prompt is not False,
             add_special_tokens=bool(body.add_special_tokens),
         )
