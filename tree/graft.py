@@ -116,6 +116,10 @@ class GraftGrowth:
             return self._open([v for v in range(len(tree)) if tree.depth[v] >= top_depth])
         return self._open([v for v in range(len(tree)) if v not in self.visited])
 
+    def frontier(self, drafter: str) -> list[int]:
+        """F_k by the scores as they are, best first: what `drafter` would expand if it took the next step."""
+        return top(self.tree, self.pool(drafter), self._policy.frontier)
+
     def ask(self, drafter: str) -> Ask | None:
         """The frontier for the small drafter; for the medium the whole pool, since its best are not known yet."""
         policy, tree = self._policy, self.tree
