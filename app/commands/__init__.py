@@ -10,9 +10,12 @@ from app.commands.config import config
 from app.commands.corpus import corpus
 from app.commands.distill import distill
 from app.commands.experiments import experiments
+from app.commands.fit_scheduler import fit_scheduler
 from app.commands.generate import generate
 from app.commands.prove import prove
 from app.commands.serve import serve
+from app.commands.simulate import simulate
+from app.commands.trace import trace
 from app.commands.version import version
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -20,6 +23,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "generate": generate,
     "prove": prove,
     "calibrate": calibrate,
+    "trace": trace,
+    "fit-scheduler": fit_scheduler,
+    "simulate": simulate,
     "corpus": corpus,
     "distill": distill,
     "config": config,

@@ -5,20 +5,17 @@ Exit status: 0, 1 for our own failures, 2 for what the user can mend.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from app.commands.options import describe, fail, takes_settings
+from app.commands.texts import greedy_texts
 from app.config import Settings
 
 if TYPE_CHECKING:
-
     from app.drafter_quality import Text
-    from app.protocol import Message
-    from app.serving import LoadedEngine
 
 bench = typer.Typer(help="Measure the models as configured, on this machine.", no_args_is_help=True)
 
@@ -72,7 +69,7 @@ def drafters(
     _, loaded = load(settings)
     engine = loaded.engine
     assert isinstance(engine, Engine), "models can be measured in this very process only"
-    texts = _answers(loaded, conversations, max_tokens)
+    texts = greedy_texts(loaded, conversations, max_tokens)
     say(f"{len(texts)} answers of {engine.model_id}, {num_positions(texts)} positions")
 
     # The engine's thread is gone; from here on this one computes, and it alone.
@@ -124,28 +121,3 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
             fail(f"{file}: there is no folder {file.parent}")
     if plot is not None and plot.suffix != ".svg":
         fail(f"{plot}: drawings are written as .svg files")
-
-
-def _answers(loaded: LoadedEngine, conversations: Sequence[Sequence[Message]], max_tokens: int) -> list[Text]:
-    """What the target answers at temperature 0, without drafts; starts and stops the engine."""
-    from app.drafter_quality import Text
-    from app.errors import RequestFailed
-    from app.local import Question, ask_all, running
-    from app.prompt_sets import encode
-    from engine.request import RequestError
-    from scheduler.registry import PLAIN
-
-    engine = loaded.engine
-    try:
-        asked = [encode(loaded.tokenizer, messages) for messages in conversations]
-        questions = [
-            Question(ids, min(max_tokens, max(engine.max_model_len - len(ids), 1)), schedule=PLAIN) for ids in asked
-        ]
-        with running(engine):
-            answers = ask_all(engine, questions, concurrency=engine.max_num_seqs)
-    except RequestError as error:
-        fail(str(error))
-    except RequestFailed as error:
-        typer.echo(f"graftserve: {error}", err=True)
-        raise typer.Exit(1) from None
-    return [Text((*ids, *answer.token_ids), len(ids)) for ids, answer in zip(asked, answers, strict=True)]
