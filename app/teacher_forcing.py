@@ -117,7 +117,8 @@ def read_text(target: CausalLM, tokens: Sequence[int], layers: Sequence[int], *,
             scores = target.forward([Segment(piece, range(start, start + len(piece)), prefix, taken, ())])
             captured = scores.hidden_of(0, len(piece))
             assert set(layers) <= captured.keys(), f"the target captures layers {sorted(captured)}, wanted are {tuple(layers)}"
-            blocks.append(torch.stack([captured[layer] for layer in layers], dim=1))
+            chosen = [captured[layer] for layer in layers]
+            blocks.append(torch.stack(chosen, dim=1) if chosen else torch.empty(len(piece), 0, 0))
     except BaseException:
         target.pool.release(rows.truncate(0))
         raise

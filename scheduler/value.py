@@ -57,8 +57,9 @@ class Steps:
 
     def take(self, chosen: NDArray[np.bool_]) -> Self:
         """The steps where `chosen` `[steps]` is True."""
-        parts = (self.groups, self.tokens, self.ms, self.rows, self.plain_ms)
-        return type(self)(*(part[chosen] for part in parts))
+        return type(self)(
+            self.groups[chosen], self.tokens[chosen], self.ms[chosen], self.rows[chosen], self.plain_ms[chosen]
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from app.commands.prove import prove
 from app.commands.serve import serve
 from app.commands.simulate import simulate
 from app.commands.trace import trace
+from app.commands.trace_shapes import trace_shapes
 from app.commands.version import version
 
 COMMANDS: dict[str, Callable[..., None]] = {
@@ -24,6 +25,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "prove": prove,
     "calibrate": calibrate,
     "trace": trace,
+    "trace-shapes": trace_shapes,
     "fit-scheduler": fit_scheduler,
     "simulate": simulate,
     "corpus": corpus,

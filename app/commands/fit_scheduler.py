@@ -1,10 +1,12 @@
-"""``graftserve fit-scheduler``: from a trace to the rule that says when the medium drafter is called.
+"""``graftserve fit-scheduler``: from a trace to the rule that calls the medium drafter, or to a selector of delayed trees.
 
 Exit status: 0, 2 for what the user can mend.
 """
 
 from __future__ import annotations
 
+import json
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,16 +19,29 @@ if TYPE_CHECKING:
     from scheduler.traces import Trace
 
 
+class Kind(Enum):
+    """What is fitted."""
+
+    RULE = "rule"
+    NDE = "nde"
+
+
 def fit_scheduler(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="Made by `graftserve trace`.")],
-    out: Annotated[Path, typer.Option(metavar="RULE.json", help="Where the rule goes.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE.jsonl", help="Made by `graftserve trace`, or `trace-shapes`.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="Where the rule (.json) or selector (.safetensors) goes.")],
+    kind: Annotated[
+        Kind, typer.Option(help="rule: when the medium is called; nde: a neural selector of delayed trees (2602.16994).")
+    ] = Kind.RULE,
     profile: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Prices of another machine, or a name; none: the trace's own.")
     ] = None,
     budget: Annotated[int | None, typer.Option(min=1, help="Nodes verified per step, root included; none: by price.")] = None,
     max_calls: Annotated[int, typer.Option(min=0, help="Most calls of the medium per decoding step.")] = 5,
 ) -> None:
-    """Fit the rule that says when a call of the medium drafter is worth its price."""
+    """Fit the rule that says when a call of the medium drafter is worth its price; or a selector of delayed trees."""
+    if kind is Kind.NDE:
+        _fit_selector(trace, out, profile)
+        return
     from app.commands.serve import say
     from app.commands.trace import read_profile
     from scheduler.rule_fit import RuleFit, fit_rule
@@ -46,6 +61,42 @@ def fit_scheduler(
     out.write_text(rule.to_json(), "utf-8")
     _show(rule)
     say(f"{rule.describe()}; written to {out}")
+
+
+def _fit_selector(file: Path, out: Path, profile: Path | None) -> None:
+    """Train on labels of `trace-shapes`, write the weights and the report beside them."""
+    from app.commands.serve import say
+    from app.commands.trace import read_profile
+    from app.measure import show
+    from scheduler.selector_fit import fit_selector
+    from scheduler.selector_samples import priced_samples, read_labels
+
+    if not out.parent.is_dir():
+        fail(f"{out}: there is no folder {out.parent}")
+    try:
+        labels = read_labels(file.read_text("utf-8"))
+        prices = labels.profile if profile is None else read_profile(profile)
+        if prices is None:
+            fail(f"{file} holds no prices: name some with --profile")
+        selector, report = fit_selector(priced_samples(labels, prices), labels.header.verifier)
+        selector.save(out)
+    except (ValueError, OSError) as error:
+        message = describe(error)
+        fail(message if str(file) in message else f"{file}: {message}")
+    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    parts = {name: report[name] for name in ("trained", "held_out") if report[name] is not None}
+    columns = ("prompts", "roots", "best single shape, tokens/s", "selector", "oracle", "shapes used")
+    lines = [
+        (
+            name.replace("_", " "),
+            f"{numbers['roots']:.0f}",
+            *(f"{1000 * numbers[way]:.1f}" for way in ("static", "selector", "oracle")),
+            f"{numbers['shapes_used']:.0f}",
+        )
+        for name, numbers in parts.items()
+    ]
+    show(f"selector of delayed trees, {labels.header.verifier}, {labels.header.drafter}", columns, lines)
+    say(f"written to {out}, its report beside it")
 
 
 def load_trace(file: Path) -> Trace:
