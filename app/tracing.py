@@ -11,7 +11,7 @@ What a word would have cost is counted from its own tree, as the drafter would h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
@@ -63,10 +63,10 @@ def plan_for(
 ) -> Plan:
     """The plan of a schedule that grafts. ValueError for one whose policy or drafters are others."""
     policy = schedule.policy
-    if not isinstance(policy, TreeGraft) or set(schedule.drafters) != {Action.SMALL, Action.MEDIUM}:
+    if not isinstance(policy, TreeGraft) or not {Action.SMALL, Action.MEDIUM} <= set(schedule.drafters):
         raise ValueError(f"schedule {schedule.name!r} does not graft a small and a medium drafter on one tree")
-    # Cuts are made offline, so nothing is cut here.
-    grown = replace(policy, steps=depth, budget=policy.max_nodes, min_probability=0.0)
+    # Cuts are made offline, so nothing is cut here; words have no letter for a lookup that helps in between.
+    grown = replace(policy, steps=depth, budget=policy.max_nodes, min_probability=0.0, lookup=None)
     letters = {action.value: drafters[schedule.drafters[action]] for action in (Action.SMALL, Action.MEDIUM)}
     return Plan(grown, letters, depth, stride, stop_tokens, vocab_size, cost_ratio)
 
@@ -142,7 +142,7 @@ class _Position:
             if ask is None:
                 continue
             forwards += [(letter, count) for count in _forwards(drafter, growth.tree, ask, seen[letter])]
-            growth.attach(drafter.name, self._ask(letter, growth.tree, ask))
+            growth.attach(drafter.name, self._ask(letter, growth.tree, ask, seen[letter]))
         return self._branch(growth.tree, tuple(forwards))
 
     def _signals(self, growth: GraftGrowth, before: str) -> Row:
@@ -158,15 +158,18 @@ class _Position:
         small, medium = (growth.frontier(plan.drafters[letter].name) for letter in "SM")
         return features(growth.tree, small, medium, moment)
 
-    def _ask(self, letter: str, tree: TokenTree, ask: Ask) -> Answer:
-        """The answer to a question about a word's tree, found at the same paths of the atlas."""
+    def _ask(self, letter: str, tree: TokenTree, ask: Ask, seen: Set[int]) -> Answer:
+        """The answer to a question about a word's tree, found at the same paths of the atlas.
+
+        `seen` are the nodes of the tree that the drafter would have looked at: it scores what hangs below them.
+        """
         place = self._places(tree)
         trail = self.trails[letter]
         question = trail.ask(self.atlas, [place[node] for node in ask.nodes], ask.width, rescore=ask.rescore)
         found = _answer(trail, question)
         candidates = {node: found.candidates[place[node]] for node in ask.nodes if place[node] in found.candidates}
-        # As the drafter would have: the edges that others scored.
-        others = [node for node in range(1, len(tree)) if tree.scorer[node] != trail.drafter.name]
+        name = trail.drafter.name
+        others = [node for node in range(1, len(tree)) if tree.scorer[node] != name and tree.parent[node] in seen]
         rescored = {node: found.rescored[place[node]] for node in others if place[node] in found.rescored}
         return Answer(candidates, rescored)
 
@@ -199,7 +202,7 @@ def _forwards(drafter: Drafter, tree: TokenTree, ask: Ask, seen: set[int]) -> li
     """
     if not drafter.runs_model:
         return []
-    nodes = missing_nodes(tree, ask, drafter.name, dict.fromkeys(seen))
+    nodes = missing_nodes(tree, ask, dict.fromkeys(seen))
     nodes = nodes if 0 in seen else [0, *nodes]
     seen.update(nodes)
     if not nodes or isinstance(drafter, CausalLMDrafter):

@@ -8,9 +8,9 @@ and the loss is the mean of -log(TPS / base) plus a tail penalty, `penalty` time
 worst `tail` of the batch: what is lost against the base where most is lost. The base is the best single shape for the sample's
 temperature and top-p, so a selector that learned nothing is about as good as a well-chosen constant.
 
-The source names neither optimizer nor the weights of the penalty; ours are AdamW, penalty 1, tail 0.1. Ours is also a bonus for
-the entropy of pi that fades to zero over training: without it pi is soon sure of what is good on average, and a shape to which it
-gives no probability any more is never learned, however good it is somewhere.
+The source names neither optimizer nor the weights of the penalty; ours are AdamW, penalty 1, tail 0.1. Ours is also a bonus
+for the entropy of pi that fades to zero over training: without it pi is soon sure of what is good on average, and a shape to
+which it gives no probability any more is never learned, however good it is somewhere.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def fit_scheduler(
         _fit_selector(trace, out, profile)
         return
     from app.commands.serve import say
-    from app.commands.trace import read_profile
+    from app.commands.trace import named_profile
     from scheduler.rule_fit import RuleFit, fit_rule
     from scheduler.traces import priced
 
@@ -51,7 +51,7 @@ def fit_scheduler(
         fail(f"{out}: there is no folder {out.parent}")
     try:
         log = load_trace(trace)
-        prices = log.profile if profile is None else read_profile(profile)
+        prices = log.profile if profile is None else named_profile(profile)
         if prices is None:
             fail(f"{trace} holds no prices: name some with --profile")
         steps = priced(log, prices, budget=budget)
@@ -66,7 +66,7 @@ def fit_scheduler(
 def _fit_selector(file: Path, out: Path, profile: Path | None) -> None:
     """Train on labels of `trace-shapes`, write the weights and the report beside them."""
     from app.commands.serve import say
-    from app.commands.trace import read_profile
+    from app.commands.trace import named_profile
     from app.measure import show
     from scheduler.selector_fit import fit_selector
     from scheduler.selector_samples import priced_samples, read_labels
@@ -75,7 +75,7 @@ def _fit_selector(file: Path, out: Path, profile: Path | None) -> None:
         fail(f"{out}: there is no folder {out.parent}")
     try:
         labels = read_labels(file.read_text("utf-8"))
-        prices = labels.profile if profile is None else read_profile(profile)
+        prices = labels.profile if profile is None else named_profile(profile)
         if prices is None:
             fail(f"{file} holds no prices: name some with --profile")
         selector, report = fit_selector(priced_samples(labels, prices), labels.header.verifier)

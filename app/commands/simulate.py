@@ -28,7 +28,7 @@ def simulate(
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there too.")] = None,
 ) -> None:
     """Tokens per modeled second of every way to schedule two drafters, under any cost profile."""
-    from app.commands.trace import read_profile
+    from app.commands.trace import named_profile
     from app.measure import show
     from scheduler.rule import Rule
     from scheduler.simulation import PLAIN
@@ -38,7 +38,7 @@ def simulate(
         fail(f"{json_file}: there is no folder {json_file.parent}")
     try:
         log = load_trace(trace)
-        profiles = {str(name): read_profile(name) for name in profile or ()}
+        profiles = {str(name): named_profile(name) for name in profile or ()}
         if not profiles:
             if log.profile is None:
                 fail(f"{trace} holds no prices: name some with --profile")

@@ -58,7 +58,7 @@ def trace(
         fail(f"{out}: there is no folder {out.parent}")
     try:
         asked = read_prompt_set(prompts, limit)
-        given = None if profile_file is None else read_profile(profile_file)
+        given = None if profile_file is None else named_profile(profile_file)
     except (ValueError, OSError) as error:
         message = describe(error)
         fail(message if prompts is None or str(prompts) in message else f"{prompts}: {message}")
@@ -112,7 +112,7 @@ def trace(
     say(f"{count} positions of {len(texts)} answers logged in {out}")
 
 
-def read_profile(name: Path) -> CostProfile:
+def named_profile(name: Path) -> CostProfile:
     """The cost profile in a file, or the one of that name that comes with the program. ValueError, OSError."""
     from scheduler.cost import CostProfile
     from scheduler.profiles import PROFILES

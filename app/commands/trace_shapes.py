@@ -16,7 +16,7 @@ import typer
 
 from app.commands.options import describe, fail, takes_settings
 from app.commands.texts import greedy_texts
-from app.commands.trace import read_profile
+from app.commands.trace import named_profile
 from app.config import Settings
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def trace_shapes(
         fail(f"{out}: there is no folder {out.parent}")
     try:
         asked = read_prompt_set(prompts, limit)
-        given = None if profile_file is None else read_profile(profile_file)
+        given = None if profile_file is None else named_profile(profile_file)
     except (ValueError, OSError) as error:
         message = describe(error)
         fail(message if prompts is None or str(prompts) in message else f"{prompts}: {message}")
