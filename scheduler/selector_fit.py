@@ -154,7 +154,7 @@ def _train(selector: Selector, samples: Samples, static: Mapping[tuple[float, fl
             value = loss(logits, tokens[rows], ms[rows], base[rows], options)
             value = value - bonus * torch.special.entr(torch.softmax(logits, dim=-1)).sum(dim=-1).mean()
             optimizer.zero_grad()
-            value.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(value)
             optimizer.step()
     selector.eval()
 
