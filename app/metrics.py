@@ -79,9 +79,16 @@ class Metrics:
             "Nodes that one drafter attached under a node of another, whether they were verified in the end or cut.",
             schedule,
         )
+        self.lossy_tokens = counter(
+            "spec_decode_lossy_tokens_total",
+            "Tokens of answers that a lossy rule accepted against the target's choice; 0 for lossless schedules.",
+            schedule,
+        )
         self.forwards = counter("draft_forwards_total", "Drafter forwards, counted for each request they answered.", drafter)
-        self.draft_seconds = counter("draft_seconds_total", "Seconds spent drafting.", schedule)
+        self.draft_seconds = counter("draft_seconds_total", "Seconds spent in drafters.", schedule)
+        self.tree_seconds = counter("tree_seconds_total", "Seconds spent growing trees, drafters left out.", schedule)
         self.verify_seconds = counter("verify_seconds_total", "Seconds spent in the target's passes.", schedule)
+        self.rule_seconds = counter("rule_seconds_total", "Seconds spent deciding what is accepted.", schedule)
         self.halts = counter(
             "drafter_halts_total", "Sequences that a drafter stopped drafting for.", ("drafter", "reason")
         )
@@ -164,8 +171,11 @@ class Metrics:
         self.steps.labels(schedule).inc(step.num_steps)
         self.tree_nodes.labels(schedule).inc(step.num_verified_nodes)
         self.grafts.labels(schedule).inc(step.num_grafts)
+        self.lossy_tokens.labels(schedule).inc(step.num_lossy)
         self.draft_seconds.labels(schedule).inc(step.draft_s)
+        self.tree_seconds.labels(schedule).inc(step.tree_s)
         self.verify_seconds.labels(schedule).inc(step.verify_s)
+        self.rule_seconds.labels(schedule).inc(step.rule_s)
         self.prompt_tokens.inc(step.num_prompt_tokens)
         self.generation_tokens.inc(step.num_output_tokens)
         for drafter, count in step.drafters.items():

@@ -66,6 +66,8 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
         "arm": arm or None,
         "budget": budget,
         "auto": stats[0].is_auto,  # the budget was the most, and prices decided
+        "lossy": any(one.is_lossy for one in stats),
+        "num_lossy_tokens": sum(one.num_lossy for one in stats),
         "drafters": {
             name: {"drafted": count.drafted, "accepted": count.accepted, "forwards": count.forwards}
             for name, count in drafters.items()
@@ -74,7 +76,9 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
         "num_verified_nodes": sum(one.num_verified_nodes for one in stats),
         "num_steps": sum(one.num_steps for one in stats),
         "draft_ms": round(1000 * sum(one.draft_s for one in stats), 3),
+        "tree_ms": round(1000 * sum(one.tree_s for one in stats), 3),
         "verify_ms": round(1000 * sum(one.verify_s for one in stats), 3),
+        "rule_ms": round(1000 * sum(one.rule_s for one in stats), 3),
         "halts": halts,
         "trimmed": sum(one.num_trimmed for one in stats),
     }

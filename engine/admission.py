@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from engine.constraint import Constraint
 from engine.request import MAX_LOGPROBS, Request, RequestError
@@ -34,6 +35,15 @@ class Limits:
             raise ValueError(f"max_waiting must be at least 0, got {self.max_waiting}")
 
 
+class RuleNames(Protocol):
+    """The part of a schedule that says how it verifies."""
+
+    @property
+    def greedy_verifier(self) -> str: ...
+    @property
+    def sampling_verifier(self) -> str: ...
+
+
 def check_rules(schedule: Schedule, *, allow_lossy: bool) -> None:
     """ValueError for a schedule whose decision rules would be wrong on its trees, or lossy where that is not allowed.
 
@@ -55,6 +65,11 @@ def check_rules(schedule: Schedule, *, allow_lossy: bool) -> None:
             check_pair(rule, kind)
         except ValueError as error:
             raise ValueError(f"schedule {schedule.name}: {error}") from error
+
+
+def is_lossless(schedule: RuleNames) -> bool:
+    """Whether the text under this schedule is the target's at every temperature."""
+    return all(EVERY_VERIFIER[name].lossless for name in (schedule.greedy_verifier, schedule.sampling_verifier))
 
 
 def choose_schedule(

@@ -105,9 +105,10 @@ def _append(
     return Block(tokens[:used], creators[:used], "".join(pieces), finish), offsets
 
 
-def count_step(scored: Scored, block: Block, verify_s: float) -> StepStats:
+def count_step(scored: Scored, verdict: Verdict, block: Block, *, verify_s: float, rule_s: float) -> StepStats:
     """What this step did for one sequence."""
     draft, nodes = scored.draft, scored.nodes
+    written = verdict.path[: len(block.token_ids)]
     tree = draft.growth.tree
     drafters = {name: DrafterCount(forwards=count) for name, count in draft.forwards.items()}
     for node in nodes[1:]:
@@ -122,9 +123,12 @@ def count_step(scored: Scored, block: Block, verify_s: float) -> StepStats:
         num_output_tokens=len(block.token_ids),
         num_verified_nodes=len(nodes),
         num_grafts=draft.growth.num_grafts,
+        num_lossy=len(set(written).intersection(verdict.promoted)),
         drafters=drafters,
         drafter_steps={name: 1 for name, count in drafters.items() if count.drafted},
         halts=tuple(draft.halts),
         draft_s=draft.draft_s,
+        tree_s=draft.tree_s,
         verify_s=verify_s,
+        rule_s=rule_s,
     )

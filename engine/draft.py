@@ -38,12 +38,14 @@ def grow_trees(
     So does one whose prompt is not in the cache yet: its first token should not wait for a drafter to read the prompt too.
     Schedules that leave their budget to `auto` make only calls that pay.
     """
-    drafts = [Draft(sequence, _begin(sequence, vocab_size)) for sequence in sequences]
+    drafts = [_begin(sequence, vocab_size) for sequence in sequences]
     growing = drafts
     while growing:
         asked: dict[str, list[tuple[Draft, Ask]]] = defaultdict(list)
         for draft in growing:
+            start = time.perf_counter()
             question = next_question(draft, drafters, auto, sharing=len(growing))
+            draft.tree_s += time.perf_counter() - start
             if question is not None:
                 asked[question[0]].append((draft, question[1]))
         for name, questions in asked.items():
@@ -52,7 +54,13 @@ def grow_trees(
     return drafts
 
 
-def _begin(sequence: Sequence, vocab_size: int) -> Growth:
+def _begin(sequence: Sequence, vocab_size: int) -> Draft:
+    start = time.perf_counter()
+    growth = _growth(sequence, vocab_size)
+    return Draft(sequence, growth, tree_s=time.perf_counter() - start)
+
+
+def _growth(sequence: Sequence, vocab_size: int) -> Growth:
     policy, stop_tokens = sequence.schedule.policy, sequence.end_tokens
     max_depth = max(sequence.max_depth, 0) if sequence.num_pending == 1 else 0
     if isinstance(policy, SampledPolicy):
@@ -129,7 +137,9 @@ def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]], auto: AutoBud
             draft.halts.append((drafter.name, answer.reason))
             continue
         draft.forwards[drafter.name] += drafter.runs_model
+        start = time.perf_counter()
         _attach(draft, drafter, answer)
+        draft.tree_s += time.perf_counter() - start
     if auto is not None:
         for made in offers:
             auto.drafted(made)

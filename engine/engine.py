@@ -272,9 +272,7 @@ class Engine:
             begin_step(auto, prefills, decoding)
         drafts = grow_trees(decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
         chosen = choose_nodes(drafts, auto)
-        start = time.perf_counter()
-        fed, scored = score(self.target, prefills, drafts, chosen)
-        verify_s = time.perf_counter() - start
+        fed, scored, verify_s = score(self.target, prefills, drafts, chosen)
         share = verify_s / max(len(prefills) + len(drafts), 1)
         num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in prefills)
         was_decoding = not prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
@@ -306,7 +304,9 @@ class Engine:
         try:
             if not scored.is_sound:
                 raise ArithmeticError("the target's logits are NaN or infinite")
+            start = time.perf_counter()
             verdict = self._verify(scored)
+            rule_s = time.perf_counter() - start
             if self.auto is not None:
                 self.auto.verified(scored.draft.growth.tree, scored.nodes, verdict.path, sequence.record)
             block = commit(scored, verdict, self.target.pool, self._drafters)
@@ -320,7 +320,7 @@ class Engine:
             self.target.pool.release(scored.rows)
             self._finish(sequence, FinishReason.ERROR, _FAILED)
             return None
-        counted = count_step(scored, block, share)
+        counted = count_step(scored, verdict, block, verify_s=share, rule_s=rule_s)
         counted.num_prompt_tokens = num_prompt_tokens
         steps.append(counted)
         add_to_request(sequence.stats, counted)
@@ -345,8 +345,7 @@ class Engine:
 
     def _verify(self, scored: Scored) -> Verdict:
         sequence = scored.draft.sequence
-        sampling, schedule = sequence.request.sampling, sequence.schedule
-        rule = EVERY_VERIFIER[schedule.greedy_verifier if sampling.greedy else schedule.sampling_verifier]
+        sampling, rule = sequence.request.sampling, EVERY_VERIFIER[sequence.rule_name]
         tree, logits = scored.draft.growth.tree, scored.logits
         if not sampling.is_plain:
             paths = [tree.path_tokens(node) for node in scored.nodes]

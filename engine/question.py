@@ -28,7 +28,8 @@ class Draft:
     forwards: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     halts: list[tuple[str, str]] = field(default_factory=list)  # drafters that gave up in this step, and why
     declined: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # calls that would not have paid
-    draft_s: float = 0.0
+    draft_s: float = 0.0  # in the drafters' calls
+    tree_s: float = 0.0  # in the policy: what to ask, where answers go, what is verified
 
 
 def next_question(

@@ -78,6 +78,8 @@ class RequestStats:
     num_verified_nodes: int = 0  # rows of those passes, roots included
     num_trimmed: int = 0  # tokens verified in the last step but cut off by a stop or a limit
     num_grafts: int = 0
+    is_lossy: bool = False  # verified by a rule that may change the text
+    num_lossy: int = 0  # tokens of the answer that such a rule accepted against the target's choice
     accepted: list[int] = field(default_factory=list)  # per speculative step: drafted tokens accepted and emitted
     drafted: list[int] = field(default_factory=list)  # per speculative step: nodes sent to verification
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
@@ -87,8 +89,10 @@ class RequestStats:
     admitted_s: float = 0.0
     first_token_s: float = 0.0
     finished_s: float = 0.0
-    draft_s: float = 0.0  # this request's share of the seconds spent drafting and verifying
-    verify_s: float = 0.0
+    draft_s: float = 0.0  # this request's share of the seconds spent in drafters,
+    tree_s: float = 0.0  # in growing and cutting trees without the drafters' work,
+    verify_s: float = 0.0  # in the target's passes,
+    rule_s: float = 0.0  # and in deciding what of a tree is accepted
 
     @property
     def num_accepted(self) -> int:
@@ -141,11 +145,14 @@ class StepStats:
     num_prompt_tokens: int = 0  # prompt tokens the target was fed
     num_verified_nodes: int = 0
     num_grafts: int = 0
+    num_lossy: int = 0
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     drafter_steps: dict[str, int] = field(default_factory=dict)  # sequences in which this drafter had a node verified
     halts: tuple[tuple[str, str], ...] = ()  # (drafter, reason) for each drafter that gave a sequence up
     draft_s: float = 0.0
+    tree_s: float = 0.0
     verify_s: float = 0.0
+    rule_s: float = 0.0
 
 
 class RequestError(ValueError):

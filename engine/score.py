@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -37,11 +38,12 @@ class Prefilled:
 
 def score(
     target: CausalLM, prefills: list[tuple[Sequence, int]], drafts: list[Draft], chosen: list[list[int]]
-) -> tuple[list[Prefilled], list[Scored]]:
+) -> tuple[list[Prefilled], list[Scored], float]:
     """Feed `count` prompt tokens of each prefilling sequence, and the root and the `chosen` nodes of each drafted one.
 
     Prefill rows join their sequence at once, since prompt tokens need no verification. Rows of trees are in the result,
-    for the commit to keep or free. If the forward raises, every row taken here has been given back.
+    for the commit to keep or free. If the forward raises, every row taken here has been given back. The last part of the
+    result are the seconds of the forward itself; flattening a tree counts as its draft's.
     """
     counts = [count for _, count in prefills]
     counts += [draft.sequence.num_pending + len(nodes) - 1 for draft, nodes in zip(drafts, chosen, strict=True)]
@@ -52,9 +54,13 @@ def score(
             tokens = sequence.tokens[start : start + count]
             segments.append(Segment(tokens, range(start, start + count), sequence.rows.view(), rows, ()))
         for draft, nodes, rows in zip(drafts, chosen, taken[len(prefills) :], strict=True):
+            start_s = time.perf_counter()
             segments.append(_segment(draft.sequence, draft.growth, nodes, rows))
+            draft.tree_s += time.perf_counter() - start_s
+        start_s = time.perf_counter()
         scores = target.forward(segments)
-        sound = torch.isfinite(scores.logits.amax(dim=-1)).tolist()
+        sound = torch.isfinite(scores.logits.amax(dim=-1)).tolist()  # waits for the device
+        seconds = time.perf_counter() - start_s
     fed = []
     for index, ((sequence, _), rows) in enumerate(zip(prefills, taken, strict=False)):
         fed.append(Prefilled(sequence, len(sequence.rows), scores.hidden_of(index, len(rows))))
@@ -64,7 +70,7 @@ def score(
         is_sound = all(sound[scores.offsets[index] : scores.offsets[index + 1]])
         hidden = scores.hidden_of(index, len(taken[index]))
         results.append(Scored(draft, nodes, taken[index], scores.of(index), hidden, is_sound))
-    return fed, results
+    return fed, results, seconds
 
 
 def _segment(sequence: Sequence, growth: Growth, nodes: list[int], rows: list[int]) -> Segment:

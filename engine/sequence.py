@@ -17,6 +17,7 @@ from models.kv_cache import RowList
 from scheduler.acceptance import TextRecord
 from scheduler.schedule import Schedule
 from tree.tree import TokenTree
+from verify import EVERY_VERIFIER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +62,11 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens generated so far; also the output position of the next one."""
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def rule_name(self) -> str:
+        """The decision rule of this request's temperature."""
+        return rule_name(self.schedule, self.request)
 
     @property
     def num_required(self) -> int:
@@ -112,10 +118,16 @@ def open_sequence(
             drafters={name: DrafterCount() for name in schedule.drafters.values()},
             arrived_s=time.monotonic(),
             arm=request.arm,
+            is_lossy=not EVERY_VERIFIER[rule_name(schedule, request)].lossless,
         ),
         trees=deque(maxlen=request.keep_trees),
         constraint=None if request.grammar is None else Constraint(request.grammar, ends),
     )
+
+
+def rule_name(schedule: Schedule, request: Request) -> str:
+    """The decision rule that `schedule` has for the temperature of `request`."""
+    return schedule.greedy_verifier if request.sampling.greedy else schedule.sampling_verifier
 
 
 def end_tokens(request: Request, stop_tokens: frozenset[int]) -> frozenset[int]:

@@ -5,6 +5,8 @@ Whether a drafter's call pays is asked in `engine.draft`.
 
 from __future__ import annotations
 
+import time
+
 from engine.question import Draft
 from engine.sequence import Sequence
 from scheduler.auto_budget import AutoBudget
@@ -25,7 +27,7 @@ def choose_nodes(drafts: list[Draft], auto: AutoBudget | None) -> list[list[int]
 
     Schedules that leave it to `auto` share what pays; a fixed budget is verified whatever it costs.
     """
-    chosen = [draft.growth.verify_nodes() for draft in drafts]
+    chosen = [_cut(draft) for draft in drafts]
     if auto is None:
         return chosen
     asking = [index for index, draft in enumerate(drafts) if draft.sequence.schedule.is_auto and len(chosen[index]) > 1]
@@ -38,3 +40,11 @@ def choose_nodes(drafts: list[Draft], auto: AutoBudget | None) -> list[list[int]
         chosen[index] = nodes
     return chosen
 
+
+
+def _cut(draft: Draft) -> list[int]:
+    """What the policy chose."""
+    start = time.perf_counter()
+    nodes = draft.growth.verify_nodes()
+    draft.tree_s += time.perf_counter() - start
+    return nodes

@@ -17,8 +17,11 @@ _SUMMED = (
     "num_prompt_tokens",
     "num_verified_nodes",
     "num_grafts",
+    "num_lossy",
     "draft_s",
+    "tree_s",
     "verify_s",
+    "rule_s",
 )
 
 
@@ -43,8 +46,11 @@ def add_to_request(stats: RequestStats, step: StepStats) -> None:
     stats.num_spec_steps += step.num_drafts
     stats.num_verified_nodes += step.num_verified_nodes
     stats.num_grafts += step.num_grafts
+    stats.num_lossy += step.num_lossy
     stats.draft_s += step.draft_s
+    stats.tree_s += step.tree_s
     stats.verify_s += step.verify_s
+    stats.rule_s += step.rule_s
     _add_drafters(stats.drafters, step.drafters)
     if step.num_drafts:
         stats.drafted.append(sum(count.drafted for count in step.drafters.values()))

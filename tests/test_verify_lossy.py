@@ -103,9 +103,9 @@ def test_the_best_child_is_promoted_and_promotions_are_counted() -> None:
     c = tree.add(b, 1, -1.0, "small")
     logits = torch.tensor([[0.5, 0.3, 0.2]] * 4).log()
     nodes = [0, a, b, c]
-    assert Margin(0.59)(tree, nodes, logits, NOISE) == Verdict((b, c), 0, promotions=2)
+    assert Margin(0.59)(tree, nodes, logits, NOISE) == Verdict((b, c), 0, promoted=(b, c))
     assert Margin(0.61)(tree, nodes, logits, NOISE) == Verdict((), 0)
-    assert Margin(0.59, max_promotions=1)(tree, nodes, logits, NOISE) == Verdict((b,), 0, promotions=1)
+    assert Margin(0.59, max_promotions=1)(tree, nodes, logits, NOISE) == Verdict((b,), 0, promoted=(b,))
     assert Margin(0.59)(tree, [0, a], logits[:2], NOISE) == Verdict((), 0), "an unverified child was promoted"
 
 
@@ -158,7 +158,9 @@ def test_golden_windows(matches: str, window: int, kept: int, promotions: int) -
     nodes = list(range(len(tree)))
     best = logits.argmax(-1).tolist()
     verdict = Fly(window=window)(tree, nodes, logits, NOISE)
-    assert verdict == Verdict(tuple(nodes[1 : kept + 1]), best[kept], promotions)
+    against = tuple(node for node in nodes[1 : kept + 1] if matches[node - 1] == "0")
+    assert verdict == Verdict(tuple(nodes[1 : kept + 1]), best[kept], against)
+    assert verdict.promotions == promotions
 
 
 @pytest.mark.parametrize("matches", ["1110111110", "0111111", "101111101"])

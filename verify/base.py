@@ -22,8 +22,13 @@ class Verdict:
 
     path: tuple[int, ...]  # accepted nodes, root excluded, top down
     extra: int  # the one token the target adds after the path
-    promotions: int = 0  # accepted nodes that a lossless rule would have refused; 0 for every lossless rule
+    promoted: tuple[int, ...] = ()  # of the path: nodes that a lossless rule would have refused; none under lossless rules
     num_fallbacks: int = 0  # remainders that rounding left without mass, so that the target was sampled instead
+
+    @property
+    def promotions(self) -> int:
+        """Tokens accepted against the target's choice."""
+        return len(self.promoted)
 
 
 class Noise(Protocol):

@@ -52,15 +52,16 @@ class Fly:
         possible: list[bool] = [
             value > -torch.inf for value in rows[torch.arange(len(matches)), [tree.token[node] for node in nodes[1:]]].tolist()
         ]
-        kept = promotions = 0
+        kept, promoted = 0, []
         for i, is_match in enumerate(matches):
             following = matches[i + 1 : i + 1 + self.window]
             is_forgiven = possible[i] and entropies[i] >= self.min_entropy and len(following) == self.window
             if not is_match and not (is_forgiven and all(following)):
                 break
             kept += 1
-            promotions += not is_match
-        return Verdict(tuple(nodes[1 : kept + 1]), best[kept], promotions)
+            if not is_match:
+                promoted.append(nodes[kept])
+        return Verdict(tuple(nodes[1 : kept + 1]), best[kept], tuple(promoted))
 
 
 def best_entropy(logits: torch.Tensor) -> list[float]:

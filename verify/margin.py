@@ -46,15 +46,16 @@ class Margin:
         least = math.log(self.kappa) if self.kappa > 0.0 else -math.inf
         best: list[int] = rows.argmax(dim=-1).tolist()
         path: list[int] = []
-        promotions = node = 0
+        promoted: list[int] = []
+        node = 0
         while True:
             i, token = row[node], best[row[node]]
             child = tree.children[node].get(token)
             if child is None or child not in row:
                 second = self._second(tree, node, row, rows[i], rows[i, token].item() + least)
-                if second is None or promotions == self.max_promotions:
-                    return Verdict(tuple(path), token, promotions)
-                promotions += 1
+                if second is None or len(promoted) == self.max_promotions:
+                    return Verdict(tuple(path), token, tuple(promoted))
+                promoted.append(second)
                 child = second
             path.append(child)
             node = child

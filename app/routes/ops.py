@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse, Response
 from app.answers import check_model
 from app.metrics import CONTENT_TYPE, Metrics
 from app.serving import Ready, Serving
+from engine.admission import is_lossless
 
 router = APIRouter()
 
@@ -39,6 +40,7 @@ async def list_schedules(serving: Ready) -> dict[str, Any]:
             "description": schedule.description,
             "budget": schedule.budget,
             "auto": schedule.is_auto,  # the budget is the most, and prices decide
+            "lossless": is_lossless(schedule),
             "default": name == engine.default_schedule,
         }
         for name, schedule in engine.schedules.items()
