@@ -2,154 +2,74 @@
 
 Only totals are exported; rates are the query's work:
 
-    acceptance length   1 + rate(accepted_tokens) summed over drafter / rate(num_spec_steps)
-    tokens per step     rate(generation_tokens) / rate(num_steps) summed over schedule
-    a drafter's worth   rate(accepted_tokens) / rate(draft_tokens) by drafter
+    tokens per step            1 + rate(accepted_tokens) summed over drafter / rate(num_steps)
+    acceptance length          1 + rate(accepted_tokens) summed over drafter / rate(num_spec_steps)
+    a drafter's worth          rate(accepted_tokens) / rate(draft_tokens) by drafter
+    forwards per verification  rate(draft_forwards) summed over drafter / rate(num_steps)
 
 *Accepted* leaves out the token the target adds itself. Every series whose labels are known when the model is ready
-exists from the first scrape on, at zero.
+exists from the first scrape on, at zero. docs/metrics.md lists them all.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from functools import partial
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from app.bridge import Engine
-from app.errors import STATUSES
+from app.collectors import HALT_REASONS, SKIP_REASONS, Collectors, bounded, position
 from app.version import version
-from engine.request import FinishReason, RequestStats, StepStats
+from engine.request import DrafterCount, FinishReason, RequestStats, StepStats
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
-PREFIX = "graftserve_"
-HALT_REASONS = ("context", "rows", "nan", "error")  # other reasons share one series, so that labels stay bounded
-OTHER = "other"
-
-_FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60)
-_ANSWER_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
 _log = logging.getLogger(__name__)
 
 
 class Metrics:
-    """All collectors, in a registry of their own; ``on_step`` and ``on_finish`` make it an observer of the engine."""
+    """All counts; ``on_step``, ``on_finish`` and ``on_fallback`` make it an observer of the engine."""
 
     def __init__(self) -> None:
-        """Create the collectors; their labels follow with :meth:`attach`."""
-        self.registry = CollectorRegistry()
-        both, schedule, drafter = ("schedule", "drafter"), ("schedule",), ("drafter",)
-
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(PREFIX + name, text, labels, registry=self.registry)
-
-        def histogram(name: str, text: str, buckets: Iterable[float]) -> Histogram:
-            return Histogram(PREFIX + name, text, schedule, registry=self.registry, buckets=tuple(buckets))
-
-        self.drafts = counter(
-            "spec_decode_num_drafts_total",
-            "Steps of sequences in which the drafter had at least one node verified. A step whose tree holds nodes of "
-            "two drafters counts for both, so do not sum over drafter: num_spec_steps counts each step once.",
-            both,
-        )
-        self.draft_tokens = counter(
-            "spec_decode_num_draft_tokens_total",
-            "Drafted nodes sent to verification, by the drafter that created them; siblings in a tree all count.",
-            both,
-        )
-        self.accepted_tokens = counter(
-            "spec_decode_num_accepted_tokens_total",
-            "Drafted nodes that became output, by the drafter that created them; the target's own token is left out.",
-            both,
-        )
-        self.spec_steps = counter(
-            "spec_decode_num_spec_steps_total",
-            "Steps of sequences that verified at least one drafted node, whoever drafted it.",
-            schedule,
-        )
-        self.steps = counter(
-            "spec_decode_num_steps_total", "Steps of sequences that produced output, drafted for or not.", schedule
-        )
-        self.tree_nodes = counter(
-            "spec_decode_num_tree_nodes_total", "Rows verified by the target in these steps, roots included.", schedule
-        )
-        self.grafts = counter(
-            "spec_decode_num_grafts_total",
-            "Nodes that one drafter attached under a node of another, whether they were verified in the end or cut.",
-            schedule,
-        )
-        self.lossy_tokens = counter(
-            "spec_decode_lossy_tokens_total",
-            "Tokens of answers that a lossy rule accepted against the target's choice; 0 for lossless schedules.",
-            schedule,
-        )
-        self.forwards = counter("draft_forwards_total", "Drafter forwards, counted for each request they answered.", drafter)
-        self.draft_seconds = counter("draft_seconds_total", "Seconds spent in drafters.", schedule)
-        self.tree_seconds = counter("tree_seconds_total", "Seconds spent growing trees, drafters left out.", schedule)
-        self.verify_seconds = counter("verify_seconds_total", "Seconds spent in the target's passes.", schedule)
-        self.rule_seconds = counter("rule_seconds_total", "Seconds spent deciding what is accepted.", schedule)
-        self.halts = counter(
-            "drafter_halts_total", "Sequences that a drafter stopped drafting for.", ("drafter", "reason")
-        )
-        self.requests = counter(
-            "requests_total",
-            "Engine requests that ended, by how: stop and length are answers, abort means the caller went away, error "
-            "is our fault. An HTTP call with a list of prompts is several.",
-            ("finish_reason",),
-        )
-        self.request_errors = counter(
-            "request_errors_total",
-            "Calls of /v1 that were answered with an error, by HTTP status; a stream that breaks off counts as the "
-            "status it would have had.",
-            ("status",),
-        )
-        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens processed.")
-        self.generation_tokens = counter("generation_tokens_total", "Tokens delivered, end tokens included.")
-        self.running = Gauge(PREFIX + "num_requests_running", "Sequences being decoded.", registry=self.registry)
-        self.waiting = Gauge(PREFIX + "num_requests_waiting", "Requests waiting for a place.", registry=self.registry)
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "Seconds from arrival to the first token.", _FIRST_TOKEN_BUCKETS
-        )
-        self.latency = histogram(
-            "e2e_request_latency_seconds", "Seconds from arrival to the end, of answered requests.", _ANSWER_BUCKETS
-        )
-        self.build = Gauge(
-            PREFIX + "build_info", "Always 1; the labels say what runs.", ("version", "model"), registry=self.registry
-        )
-        for reason in FinishReason:
-            self.requests.labels(reason.value)
-        for status in STATUSES:
-            self.request_errors.labels(str(status))
+        """Create the collectors; the series of schedules follow with :meth:`attach`."""
+        self.collectors = Collectors()
 
     def attach(self, engine: Engine) -> None:
         """Create every series of the engine's schedules and drafters at zero, and follow its load."""
-        for schedule in engine.schedules:
-            for collector in self._of("schedule"):
-                collector.labels(schedule)
-            for drafter in engine.drafter_names:
-                for collector in self._of("schedule", "drafter"):
-                    collector.labels(schedule, drafter)
-        for drafter in engine.drafter_names:
-            self.forwards.labels(drafter)
-            for reason in (*HALT_REASONS, OTHER):
-                self.halts.labels(drafter, reason)
-        self.running.set_function(lambda: engine.num_running)
-        self.waiting.set_function(lambda: engine.num_waiting)
-        self.build.labels(version(), engine.model_id).set(1)
+        for name, schedule in engine.schedules.items():
+            self.collectors.expect(name, schedule.drafters.values(), num_positions=schedule.budget - 1)
+        self.collectors.running.set_function(lambda: engine.num_running)
+        self.collectors.waiting.set_function(lambda: engine.num_waiting)
+        self.collectors.max_running.set(engine.max_num_seqs)
+        self.collectors.max_waiting.set(engine.max_waiting)
+        for owner, (_, total) in engine.row_use.items():
+            self.collectors.rows.labels(owner).set(total)
+            self.collectors.rows_used.labels(owner).set_function(partial(_rows_used, engine, owner))
+        self.collectors.build.labels(version(), engine.model_id).set(1)
 
     def on_step(self, steps: list[StepStats]) -> None:
         """Count one engine step; called on the engine thread."""
+        self.collectors.engine_steps.inc()
         for step in steps:
             self._count_step(step)
 
     def on_finish(self, stats: RequestStats, reason: FinishReason) -> None:
         """Count one ended request; called on the engine thread."""
-        self.requests.labels(reason.value).inc()
+        of, labels = self.collectors, (stats.schedule, stats.arm)
+        of.requests.labels(*labels, reason.value).inc()
+        if stats.admitted_s > 0:
+            of.queued.labels(*labels).observe(stats.admitted_s - stats.arrived_s)
         if stats.first_token_s > 0:
-            self.first_token.labels(stats.schedule).observe(stats.first_token_s - stats.arrived_s)
+            of.first_token.labels(*labels).observe(stats.first_token_s - stats.arrived_s)
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.latency.labels(stats.schedule).observe(stats.finished_s - stats.arrived_s)
+            of.latency.labels(*labels).observe(stats.finished_s - stats.arrived_s)
+            if stats.num_output_tokens > 1:
+                seconds = stats.last_token_s - stats.first_token_s
+                of.per_token.labels(*labels).observe(seconds / (stats.num_output_tokens - 1))
+
+    def on_fallback(self, schedule: str, to: str, reason: str) -> None:
+        """Count one request of `schedule` that is decoded as `to` instead; `reason` is one of a few words."""
+        self.collectors.fallbacks.labels(schedule, to, reason).inc()
 
     def count_error(self, status: int) -> None:
         """Count a call that was answered with an error. Never raises: counting must not fail a request."""
@@ -160,36 +80,54 @@ class Metrics:
 
     def text(self) -> bytes:
         """The exposition text."""
-        return generate_latest(self.registry)
+        return generate_latest(self.collectors.registry)
 
     def _count_error(self, status: int) -> None:
-        self.request_errors.labels(str(status)).inc()
+        self.collectors.request_errors.labels(str(status)).inc()
 
     def _count_step(self, step: StepStats) -> None:
-        schedule = step.schedule
-        self.spec_steps.labels(schedule).inc(step.num_drafts)
-        self.steps.labels(schedule).inc(step.num_steps)
-        self.tree_nodes.labels(schedule).inc(step.num_verified_nodes)
-        self.grafts.labels(schedule).inc(step.num_grafts)
-        self.lossy_tokens.labels(schedule).inc(step.num_lossy)
-        self.draft_seconds.labels(schedule).inc(step.draft_s)
-        self.tree_seconds.labels(schedule).inc(step.tree_s)
-        self.verify_seconds.labels(schedule).inc(step.verify_s)
-        self.rule_seconds.labels(schedule).inc(step.rule_s)
-        self.prompt_tokens.inc(step.num_prompt_tokens)
-        self.generation_tokens.inc(step.num_output_tokens)
-        for drafter, count in step.drafters.items():
-            self.drafts.labels(schedule, drafter).inc(step.drafter_steps.get(drafter, 0))
-            self.draft_tokens.labels(schedule, drafter).inc(count.drafted)
-            self.accepted_tokens.labels(schedule, drafter).inc(count.accepted)
-            self.forwards.labels(drafter).inc(count.forwards)
+        of, labels = self.collectors, (step.schedule, step.arm)
+        for collector, amount in (
+            (of.spec_steps, step.num_drafts),
+            (of.steps, step.num_steps),
+            (of.accepted_squared, step.num_accepted_squared),
+            (of.tree_nodes, step.num_verified_nodes),
+            (of.grafts, step.num_grafts),
+            (of.lossy_tokens, step.num_lossy),
+            (of.verify_seconds, step.verify_s),
+            (of.tree_seconds, step.tree_s),
+            (of.rule_seconds, step.rule_s),
+            (of.other_seconds, step.other_s),
+            (of.prompt_tokens, step.num_prompt_tokens),
+            (of.generation_tokens, step.num_output_tokens),
+        ):
+            collector.labels(*labels).inc(amount)
+        for place, count in enumerate(step.depths):
+            of.drafts_per_position.labels(*labels, position(place)).inc(count)
+        for gap_s, count in step.token_gaps:
+            for _ in range(count):
+                of.token_gap.labels(*labels).observe(gap_s)
+        for drafter, counts in step.drafters.items():
+            self._count_drafter(step, drafter, counts)
         for drafter, reason in step.halts:
-            self.halts.labels(drafter, reason if reason in HALT_REASONS else OTHER).inc()
+            of.halts.labels(step.schedule, drafter, step.arm, bounded(reason, HALT_REASONS)).inc()
 
-    def _of(self, *labels: str) -> list[MetricWrapperBase]:
-        """The collectors with exactly these labels."""
-        return [
-            value
-            for value in vars(self).values()
-            if isinstance(value, MetricWrapperBase) and value._labelnames == labels
-        ]
+    def _count_drafter(self, step: StepStats, drafter: str, counts: DrafterCount) -> None:
+        of, labels = self.collectors, (step.schedule, drafter, step.arm)
+        for collector, amount in (
+            (of.drafts, step.drafter_steps.get(drafter, 0)),
+            (of.draft_tokens, counts.drafted),
+            (of.accepted_tokens, counts.accepted),
+            (of.forwards, counts.forwards),
+            (of.calls, counts.calls),
+            (of.draft_seconds, counts.draft_s),
+        ):
+            collector.labels(*labels).inc(amount)
+        for place, count in enumerate(counts.accepted_at):
+            of.accepted_per_position.labels(*labels, position(place)).inc(count)
+        for reason, count in counts.skips.items():
+            of.skips.labels(*labels, bounded(reason, SKIP_REASONS)).inc(count)
+
+
+def _rows_used(engine: Engine, owner: str) -> float:
+    return engine.row_use[owner][0]

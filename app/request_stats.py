@@ -55,10 +55,7 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
     for one in stats:
         halts.update(one.halts)
         for name, count in one.drafters.items():
-            total = drafters.setdefault(name, DrafterCount())
-            total.drafted += count.drafted
-            total.accepted += count.accepted
-            total.forwards += count.forwards
+            drafters.setdefault(name, DrafterCount()).add(count)
     experiment, _, arm = stats[0].arm.partition("/")
     return {
         "schedule": stats[0].schedule,
@@ -69,7 +66,15 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
         "lossy": any(one.is_lossy for one in stats),
         "num_lossy_tokens": sum(one.num_lossy for one in stats),
         "drafters": {
-            name: {"drafted": count.drafted, "accepted": count.accepted, "forwards": count.forwards}
+            name: {
+                "drafted": count.drafted,
+                "accepted": count.accepted,
+                "accepted_per_position": count.accepted_at,
+                "forwards": count.forwards,
+                "calls": count.calls,
+                "skipped_steps": count.skips,
+                "draft_ms": round(1000 * count.draft_s, 3),
+            }
             for name, count in drafters.items()
         },
         "num_grafts": sum(one.num_grafts for one in stats),
@@ -79,6 +84,7 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
         "tree_ms": round(1000 * sum(one.tree_s for one in stats), 3),
         "verify_ms": round(1000 * sum(one.verify_s for one in stats), 3),
         "rule_ms": round(1000 * sum(one.rule_s for one in stats), 3),
+        "other_ms": round(1000 * sum(one.other_s for one in stats), 3),
         "halts": halts,
         "trimmed": sum(one.num_trimmed for one in stats),
     }

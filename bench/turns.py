@@ -89,10 +89,7 @@ class Method:
         totals: dict[str, DrafterCount] = {}
         for stats in self.stats():
             for name, count in stats.drafters.items():
-                total = totals.setdefault(name, DrafterCount())
-                total.drafted += count.drafted
-                total.accepted += count.accepted
-                total.forwards += count.forwards
+                totals.setdefault(name, DrafterCount()).add(count)
         return totals
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
+from models.kv_cache import RowPool
 from models.sampling import SamplingParams
 from tree.growth import Answer, Ask
 from tree.tree import TokenTree
@@ -69,3 +70,18 @@ class Drafter(Protocol):
 
     def close(self, state: Any) -> None:
         """The sequence is over; give back everything its state holds. Safe to call twice."""
+
+
+class Pooled(Protocol):
+    """A model with a pool of cache rows."""
+
+    @property
+    def pool(self) -> RowPool: ...
+
+
+@runtime_checkable
+class KeepsRows(Protocol):
+    """A drafter whose model has cache rows of its own."""
+
+    @property
+    def lm(self) -> Pooled: ...

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from drafters.base import Drafter
 from engine.draft import commit_drafters, show_hidden
 from engine.logprobs import token_logprobs
-from engine.request import DrafterCount, FinishReason, StepStats, TokenLogprob
+from engine.request import DrafterCount, FinishReason, StepStats, TokenLogprob, add_up
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
 from models.kv_cache import RowPool
@@ -110,14 +110,20 @@ def count_step(scored: Scored, verdict: Verdict, block: Block, *, verify_s: floa
     draft, nodes = scored.draft, scored.nodes
     written = verdict.path[: len(block.token_ids)]
     tree = draft.growth.tree
-    drafters = {name: DrafterCount(forwards=count) for name, count in draft.forwards.items()}
+    drafters = {name: DrafterCount() for name in draft.sequence.schedule.drafters.values()}
+    for name, count in drafters.items():
+        count.calls, count.forwards, count.draft_s = draft.calls[name], draft.forwards[name], draft.drafter_s[name]
+        if not count.calls:
+            count.skips[draft.skipped(name)] = 1
     for node in nodes[1:]:
         drafters.setdefault(tree.creator[node], DrafterCount()).drafted += 1
-    for creator in block.creators:
-        if creator != "target":
-            drafters[creator].accepted += 1
+    accepted = [creator for creator in block.creators if creator != "target"]
+    for place, creator in enumerate(accepted):
+        drafters[creator].accepted += 1
+        add_up(drafters[creator].accepted_at, [0] * place + [1])
     return StepStats(
         schedule=draft.sequence.schedule.name,
+        arm=draft.sequence.request.arm,
         num_drafts=int(len(nodes) > 1),
         num_steps=1,
         num_output_tokens=len(block.token_ids),
@@ -125,6 +131,8 @@ def count_step(scored: Scored, verdict: Verdict, block: Block, *, verify_s: floa
         num_grafts=draft.growth.num_grafts,
         num_lossy=len(set(written).intersection(verdict.promoted)),
         drafters=drafters,
+        num_accepted_squared=len(accepted) ** 2,
+        depths=[1] * max(tree.depth[node] for node in nodes),
         drafter_steps={name: 1 for name, count in drafters.items() if count.drafted},
         halts=tuple(draft.halts),
         draft_s=draft.draft_s,

@@ -56,13 +56,13 @@ def grow_trees(
 
 def _begin(sequence: Sequence, vocab_size: int) -> Draft:
     start = time.perf_counter()
-    growth = _growth(sequence, vocab_size)
-    return Draft(sequence, growth, tree_s=time.perf_counter() - start)
+    hindrance = "prompt" if sequence.num_pending > 1 else "end" if sequence.max_depth < 1 else None
+    growth = _growth(sequence, vocab_size, 0 if hindrance else sequence.max_depth)
+    return Draft(sequence, growth, hindrance=hindrance, tree_s=time.perf_counter() - start)
 
 
-def _growth(sequence: Sequence, vocab_size: int) -> Growth:
+def _growth(sequence: Sequence, vocab_size: int, max_depth: int) -> Growth:
     policy, stop_tokens = sequence.schedule.policy, sequence.end_tokens
-    max_depth = max(sequence.max_depth, 0) if sequence.num_pending == 1 else 0
     if isinstance(policy, SampledPolicy):
         uniform = DraftNoise(sequence.request.sampling.seed, sequence.num_output)
         return policy.begin(
@@ -131,7 +131,8 @@ def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]], auto: AutoBud
         auto.called(offers, 1000 * seconds)
     share = seconds / len(questions)
     for (draft, _), answer in zip(questions, answers, strict=True):
-        draft.draft_s += share
+        draft.calls[drafter.name] += 1
+        draft.drafter_s[drafter.name] += share
         if isinstance(answer, Halt):
             _halt(draft.sequence, drafter, answer.reason)
             draft.halts.append((drafter.name, answer.reason))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from typing import Protocol
 
-from drafters.base import Drafter
+from drafters.base import Drafter, KeepsRows
 from engine.adjust import adjusted, without_ends
 from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
@@ -36,7 +36,7 @@ from engine.request import (
 from engine.score import Scored, score
 from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
-from engine.step_stats import add_to_request, by_schedule
+from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
 from models.causal_lm import CausalLM
 from models.sampling import probabilities
@@ -113,6 +113,7 @@ class Engine:
         self._failure: str | None = None
         self._failed_steps = 0
         self._last_step = time.monotonic()
+        self._counted_until = time.perf_counter()  # what the engine did up to then is in some record, or was idling
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     # ---- any thread -------------------------------------------------------------------------------------------------
@@ -141,6 +142,13 @@ class Engine:
     def num_waiting(self) -> int:
         """Requests accepted but not admitted yet."""
         return max(len(self._open) - len(self._running), 0)
+
+    @property
+    def row_use(self) -> dict[str, tuple[int, int]]:
+        """Cache rows in use and in all, by owner: "target", and the drafters that keep some of their own."""
+        pools = {"target": self.target.pool}
+        pools |= {name: drafter.lm.pool for name, drafter in self._drafters.items() if isinstance(drafter, KeepsRows)}
+        return {name: (pool.num_used, pool.num_rows) for name, pool in pools.items()}
 
     def subscribe(self, observer: Observer) -> None:
         """Tell `observer` of every step and every ended request; before `start`."""
@@ -224,7 +232,10 @@ class Engine:
 
     def _serve(self) -> None:
         while self._failure is None:
-            self._take_mail(wait=not (self._running or self._waiting))
+            is_idle = not (self._running or self._waiting)
+            self._take_mail(wait=is_idle)
+            if is_idle:
+                self._counted_until = time.perf_counter()
             if self._stop_at is not None and (not self._open or time.monotonic() >= self._stop_at):
                 return
             if self._running or self._waiting:
@@ -257,6 +268,7 @@ class Engine:
         except Exception as error:
             log.exception("engine step failed; %d running requests end with an error", len(self._running))
             self._failed_steps += 1
+            self._counted_until = time.perf_counter()
             for sequence in list(self._running):
                 self._finish(sequence, FinishReason.ERROR, _FAILED)
             if self._failed_steps >= _FAILURES_TO_DIE:
@@ -276,14 +288,15 @@ class Engine:
         share = verify_s / max(len(prefills) + len(drafts), 1)
         num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in prefills)
         was_decoding = not prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
-        steps = [StepStats(s.schedule.name, num_prompt_tokens=n, verify_s=share) for s, n in prefills]
-        for part, step in zip(fed, steps, strict=True):
-            rows = range(step.num_prompt_tokens)
-            step.halts = tuple(show_hidden(part.sequence, self._drafters, part.start, part.hidden, rows))
-            add_to_request(part.sequence.stats, step)
+        records: list[tuple[RequestStats, StepStats]] = []
+        for part, (sequence, num_fed) in zip(fed, prefills, strict=True):
+            broken = show_hidden(part.sequence, self._drafters, part.start, part.hidden, range(num_fed))
+            step = StepStats(sequence.schedule.name, arm=sequence.request.arm, num_prompt_tokens=num_fed, verify_s=share)
+            step.halts = tuple(broken)
+            records.append((sequence.stats, step))
         blocks: list[tuple[Sequence, Block]] = []
         for item in scored:
-            block = self._settle(item, share, steps)
+            block = self._settle(item, share, records)
             if block is not None:
                 blocks.append((item.draft.sequence, block))
         if auto is not None:
@@ -292,12 +305,14 @@ class Engine:
                 tokens = sum(len(block.token_ids) for _, block in blocks)
                 names = (sequence.schedule.name for sequence, _ in blocks)
                 auto.stepped(names, tokens=tokens, ms=1000 * (time.perf_counter() - begin))
+        since, self._counted_until = self._counted_until, time.perf_counter()
+        close_step(records, self._counted_until - since, time.monotonic())
         # Observers first: whoever reads the counters right after an answer should find it counted.
-        self._tell(lambda observer: observer.on_step(by_schedule(steps)))
+        self._tell(lambda observer: observer.on_step(by_schedule(step for _, step in records)))
         for sequence, block in blocks:
             self._emit(sequence, block)
 
-    def _settle(self, scored: Scored, share: float, steps: list[StepStats]) -> Block | None:
+    def _settle(self, scored: Scored, share: float, records: list[tuple[RequestStats, StepStats]]) -> Block | None:
         """Verify and commit one sequence, and count it. A fault here is that sequence's own: it ends, the others go on."""
         sequence = scored.draft.sequence
         num_prompt_tokens = sequence.num_pending if sequence.num_output == 0 else 0
@@ -322,8 +337,7 @@ class Engine:
             return None
         counted = count_step(scored, verdict, block, verify_s=share, rule_s=rule_s)
         counted.num_prompt_tokens = num_prompt_tokens
-        steps.append(counted)
-        add_to_request(sequence.stats, counted)
+        records.append((sequence.stats, counted))
         return block
 
     def _admit(self) -> None:
@@ -360,8 +374,6 @@ class Engine:
         return rule(tree, scored.nodes, rows, noise)
 
     def _emit(self, sequence: Sequence, block: Block) -> None:
-        if sequence.stats.first_token_s == 0.0:
-            sequence.stats.first_token_s = time.monotonic()
         if block.finish is not None:
             self._finish(sequence, block.finish, block=block)
         else:

@@ -26,10 +26,22 @@ class Draft:
     is_over: bool = False  # an answer could not be used; no further questions in this step
     exhausted: set[str] = field(default_factory=set)  # drafters with nothing to do since the tree last changed
     forwards: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    drafter_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # in the drafters' calls
+    turned_away: dict[str, str] = field(default_factory=dict)  # drafters that were to draft and were not asked, and why
+    hindrance: str | None = None  # why there is no drafting at all in this step: "prompt", "end"
     halts: list[tuple[str, str]] = field(default_factory=list)  # drafters that gave up in this step, and why
     declined: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # calls that would not have paid
-    draft_s: float = 0.0  # in the drafters' calls
     tree_s: float = 0.0  # in the policy: what to ask, where answers go, what is verified
+
+    @property
+    def draft_s(self) -> float:
+        """Seconds in the drafters' calls."""
+        return sum(self.drafter_s.values())
+
+    def skipped(self, drafter: str) -> str:
+        """Why `drafter`, one of the schedule's, was not called in this step."""
+        return self.hindrance or self.turned_away.get(drafter, "plan")
 
 
 def next_question(
@@ -94,8 +106,10 @@ def _worthwhile(
 ) -> tuple[str, Ask] | None:
     """The question to one of `names` that is worth most, narrowed to the part that is; None if there is none to ask."""
     schedule = draft.sequence.schedule
+    draft.turned_away.update((name, "halted") for name in names if name in draft.sequence.stats.halts)
     able = [name for name in names if name not in draft.sequence.stats.halts and name not in draft.exhausted]
     asks = [(name, ask) for name in able if (ask := draft.growth.ask(name)) is not None]
+    draft.turned_away.update((name, "tree") for name in able if name not in dict(asks))
     if not asks:
         return None
     for name, ask in asks:
@@ -110,6 +124,7 @@ def _worthwhile(
         if best is None:
             for name, _ in asks:
                 draft.declined[name] += 1
+                draft.turned_away[name] = "price"
             return None
         name, nodes = best.drafter, tuple(best.nodes)
     asked = draft.growth.ask(name)  # the growth expects the answer to what it was asked last

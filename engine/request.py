@@ -45,7 +45,7 @@ class Request:
     budget: int | Literal["auto"] | None = None  # verified nodes per step, root included; None: the schedule's own
     grammar: Grammar | None = None  # what the answer must be a text of; None: anything
     keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
-    arm: str = ""  # "experiment/arm" of a comparison; only counted by
+    arm: str = ""  # "experiment/arm" of a comparison; only counted by, so never as many as there are requests
 
 
 @dataclass(slots=True)
@@ -54,11 +54,34 @@ class DrafterCount:
 
     ``drafted`` nodes it created were sent to verification, ``accepted`` of them became text. ``forwards`` are the batched
     calls of a drafter with a model that answered for this request; one that serves several requests counts for each.
+    A step of a sequence either put ``calls`` to the drafter or counts once in ``skips``, by the reason why there was none.
     """
 
     drafted: int = 0
     accepted: int = 0
     forwards: int = 0
+    calls: int = 0  # questions put to it, answered or not
+    skips: dict[str, int] = field(default_factory=dict)  # reason -> steps without a call
+    accepted_at: list[int] = field(default_factory=list)  # [i]: accepted nodes that were the (i+1)-th draft token of their step
+    draft_s: float = 0.0  # in its calls; of one that serves several sequences, each has an equal share
+
+    def add(self, other: DrafterCount) -> None:
+        """Add another count to this one."""
+        self.drafted += other.drafted
+        self.accepted += other.accepted
+        self.forwards += other.forwards
+        self.calls += other.calls
+        for reason, count in other.skips.items():
+            self.skips[reason] = self.skips.get(reason, 0) + count
+        add_up(self.accepted_at, other.accepted_at)
+        self.draft_s += other.draft_s
+
+
+def add_up(totals: list[int], counts: list[int]) -> None:
+    """Add `counts` to `totals` place by place; missing places are zeros."""
+    totals.extend([0] * (len(counts) - len(totals)))
+    for place, count in enumerate(counts):
+        totals[place] += count
 
 
 @dataclass(slots=True)
@@ -88,11 +111,13 @@ class RequestStats:
     arrived_s: float = 0.0  # time.monotonic() values
     admitted_s: float = 0.0
     first_token_s: float = 0.0
+    last_token_s: float = 0.0
     finished_s: float = 0.0
     draft_s: float = 0.0  # this request's share of the seconds spent in drafters,
     tree_s: float = 0.0  # in growing and cutting trees without the drafters' work,
     verify_s: float = 0.0  # in the target's passes,
-    rule_s: float = 0.0  # and in deciding what of a tree is accepted
+    rule_s: float = 0.0  # in deciding what of a tree is accepted,
+    other_s: float = 0.0  # and in everything else that the engine did meanwhile
 
     @property
     def num_accepted(self) -> int:
@@ -136,9 +161,10 @@ class Delta:
 
 @dataclass(slots=True)
 class StepStats:
-    """Counts and seconds of one engine step: of one sequence, or of all sequences with the same schedule."""
+    """Counts and seconds of one engine step: of one sequence, or of all sequences with the same schedule and arm."""
 
     schedule: str
+    arm: str = field(default="", kw_only=True)
     num_drafts: int = 0  # sequences that verified at least one drafted node
     num_steps: int = 0  # sequences that emitted
     num_output_tokens: int = 0
@@ -153,6 +179,10 @@ class StepStats:
     tree_s: float = 0.0
     verify_s: float = 0.0
     rule_s: float = 0.0
+    other_s: float = 0.0
+    num_accepted_squared: int = 0  # accepted tokens of a step, squared, over the steps: for the variance of a mean
+    depths: list[int] = field(default_factory=list)  # [i]: sequences whose verified tree reached depth i+1
+    token_gaps: list[tuple[float, int]] = field(default_factory=list)  # (seconds per token since the one before, tokens)
 
 
 class RequestError(ValueError):

@@ -34,6 +34,7 @@ from engine.request import (
     RequestStats,
     StepStats,
 )
+from engine.step_stats import close_step
 from models.toy import byte_tokenizer
 
 MAX_MODEL_LEN = 64
@@ -47,6 +48,7 @@ class ScriptedSchedule:
     name: str
     description: str
     budget: int
+    drafters: dict[str, str]
     is_auto: bool = False
     greedy_verifier: str = "greedy"
     sampling_verifier: str = "walk"
@@ -75,7 +77,10 @@ class ScriptedEngine:
         self.vocab_size = len(self.tokenizer)
         self.stop_tokens = frozenset({self.tokenizer.eos_token_id})
         names = (("ar", "one token per step", 1), ("chain", "a chain", 5), ("graft", "a tree", 8))
-        self.schedules = {name: ScriptedSchedule(name, text, budget) for name, text, budget in names}
+        both = {"S": "ngram", "M": "small"}
+        self.schedules = {
+            name: ScriptedSchedule(name, text, budget, both if budget > 1 else {}) for name, text, budget in names
+        }
         self.default_schedule = "graft"
         self.drafter_names = ["ngram", "small"]
         self.observers: list[Any] = []
@@ -142,6 +147,10 @@ class ScriptedEngine:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def row_use(self) -> dict[str, tuple[int, int]]:
+        return {"target": (10 * len(self._running), 100)}
+
     # The engine thread.
 
     def _run(self) -> None:
@@ -155,6 +164,7 @@ class ScriptedEngine:
                     return
                 while self._waiting and len(self._running) < self.max_num_seqs:
                     self._running.append(self._waiting.pop(0))
+                    self._running[-1].stats.admitted_s = time.monotonic()
                 gone = [one for one in (*self._running, *self._waiting) if one.request.id in self.aborted]
                 for one in gone:
                     (self._running if one in self._running else self._waiting).remove(one)
@@ -185,8 +195,6 @@ class ScriptedEngine:
                 reason = FinishReason.STOP
             if reason:
                 break
-        if not stats.num_output_tokens:
-            stats.first_token_s = time.monotonic()
         step = self._count(stats, len(tokens), drafts)
         self._tell(lambda observer: observer.on_step([step]))
         # Without its last characters, which may begin a stop string; with a stop string found, all is final.
@@ -201,37 +209,31 @@ class ScriptedEngine:
 
     def _count(self, stats: RequestStats, num_tokens: int, drafts: bool) -> StepStats:
         accepted = min(num_tokens, 2) if drafts else 0
-        new = {"ngram": DrafterCount(2, min(accepted, 1), 0), "small": DrafterCount(2, max(accepted - 1, 0), 2)}
-        stats.num_steps += 1
-        stats.num_output_tokens += num_tokens
-        stats.num_verified_nodes += 5 if drafts else 1
-        stats.draft_s += 0.001 * drafts
-        stats.verify_s += 0.002
-        if drafts:
-            stats.num_spec_steps += 1
-            stats.num_trimmed += 3 - num_tokens
-            stats.num_grafts += 1
-            stats.accepted.append(accepted)
-            stats.drafted.append(4)
-            for name, count in new.items():
-                total = stats.drafters.setdefault(name, DrafterCount())
-                total.drafted += count.drafted
-                total.accepted += count.accepted
-                total.forwards += count.forwards
-        return StepStats(
+        new = {
+            "ngram": DrafterCount(2, min(accepted, 1), 0, calls=1, accepted_at=[1][:accepted], draft_s=0.0001),
+            "small": DrafterCount(2, max(accepted - 1, 0), 2, calls=2, accepted_at=[0, 1] if accepted > 1 else [], draft_s=0.0009),
+        }
+        step = StepStats(
             stats.schedule,
+            arm=stats.arm,
             num_drafts=int(drafts),
             num_steps=1,
             num_output_tokens=num_tokens,
-            num_prompt_tokens=stats.num_prompt_tokens if stats.num_steps == 1 else 0,
+            num_prompt_tokens=stats.num_prompt_tokens if stats.num_steps == 0 else 0,
             num_verified_nodes=5 if drafts else 1,
             num_grafts=int(drafts),
             drafters=new if drafts else {},
             drafter_steps={"ngram": 1, "small": 1} if drafts else {},
-            halts=(("small", "context"),) if drafts and stats.num_steps == 1 else (),
+            halts=(("small", "context"),) if drafts and stats.num_steps == 0 else (),
             draft_s=0.001 * drafts,
             verify_s=0.002,
+            num_accepted_squared=accepted**2,
+            depths=[1, 1] if drafts else [],
         )
+        if drafts:
+            stats.num_trimmed += 3 - num_tokens
+        close_step([(stats, step)], 0.004, time.monotonic())
+        return step
 
     def _finish(self, one: _Running, reason: FinishReason, **delta: Any) -> None:
         with self._lock:

@@ -183,7 +183,8 @@ def test_answer_metrics_satisfy_their_identities(server: Server) -> None:
     assert speculation["per_step_drafted"] == [4, 4, 4, 4]
     assert sum(d["accepted"] for d in graft["drafters"].values()) == speculation["num_accepted_draft_tokens"]
     assert sum(d["drafted"] for d in graft["drafters"].values()) == speculation["num_draft_tokens"]
-    assert graft["drafters"]["small"] == {"drafted": 8, "accepted": 3, "forwards": 8}
+    small = {"drafted": 8, "accepted": 3, "accepted_per_position": [0, 3], "forwards": 8, "calls": 8}
+    assert graft["drafters"]["small"] == {**small, "skipped_steps": {}, "draft_ms": 3.6}
     assert graft["num_verified_nodes"] == 20
     assert (graft["num_steps"], graft["num_grafts"], graft["trimmed"]) == (4, 4, 2)
     assert (graft["draft_ms"], graft["verify_ms"], graft["halts"]) == (4.0, 8.0, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -11,6 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from app.metrics import Metrics
 from engine.request import DrafterCount, FinishReason, RequestStats, StepStats
 from tests.http_engine import ScriptedEngine, Server, serve, until
+
+
+TOTALS = ("_total", "_count", "_sum", "_bucket")
+LABELS = {"schedule", "drafter", "arm", "reason", "position", "to", "finish_reason", "status", "owner", "version", "model", "le"}
 
 
 @pytest.fixture(scope="module", name="running")
@@ -30,23 +35,29 @@ def test_every_known_series_exists_at_zero_before_the_first_request() -> None:
     with serve() as server:
         samples = server.metrics()
         for schedule in ("ar", "chain", "graft"):
-            for name in ("spec_steps", "steps", "tree_nodes", "grafts"):
-                assert samples[f'graftserve_spec_decode_num_{name}_total{{schedule="{schedule}"}}'] == 0
-            assert samples[f'graftserve_time_to_first_token_seconds_count{{schedule="{schedule}"}}'] == 0
-            assert samples[f'graftserve_e2e_request_latency_seconds_count{{schedule="{schedule}"}}'] == 0
-            for drafter in ("ngram", "small"):
-                for name in ("drafts", "draft_tokens", "accepted_tokens"):
-                    labels = f'{{drafter="{drafter}",schedule="{schedule}"}}'
-                    assert samples[f"graftserve_spec_decode_num_{name}_total{labels}"] == 0
-        for drafter in ("ngram", "small"):
-            assert samples[f'graftserve_draft_forwards_total{{drafter="{drafter}"}}'] == 0
-            assert samples[f'graftserve_drafter_halts_total{{drafter="{drafter}",reason="context"}}'] == 0
-        for reason in ("stop", "length", "abort", "error"):
-            assert samples[f'graftserve_requests_total{{finish_reason="{reason}"}}'] == 0
+            labels = f'{{arm="",schedule="{schedule}"}}'
+            for name in ("spec_steps", "steps", "tree_nodes", "grafts", "accepted_tokens_squared"):
+                assert samples[f"graftserve_spec_decode_num_{name}_total{labels}"] == 0
+            for name in ("verify", "tree", "rule", "other"):
+                assert samples[f"graftserve_{name}_seconds_total{labels}"] == 0
+            for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"):
+                assert samples[f"graftserve_{name}_seconds_count{labels}"] == 0
+            assert samples[f'graftserve_requests_total{{arm="",finish_reason="stop",schedule="{schedule}"}}'] == 0
+        for schedule, drafter in product(("chain", "graft"), ("ngram", "small")):
+            before, after = f'arm="",drafter="{drafter}"', f'schedule="{schedule}"'
+            for name in ("drafts", "draft_tokens", "accepted_tokens"):
+                assert samples[f"graftserve_spec_decode_num_{name}_total{{{before},{after}}}"] == 0
+            assert samples[f"graftserve_draft_seconds_total{{{before},{after}}}"] == 0
+            for reason in ("plan", "halted", "other"):
+                assert samples[f'graftserve_drafter_skips_total{{{before},reason="{reason}",{after}}}'] == 0
+            for place in range(4):
+                name = "graftserve_spec_decode_num_accepted_tokens_per_pos_total"
+                assert samples[f'{name}{{{before},position="{place}",{after}}}'] == 0
         for status in (400, 404, 405, 413, 429, 500, 503):
             assert f'graftserve_request_errors_total{{status="{status}"}}' in samples
-        for name in ("prompt_tokens_total", "generation_tokens_total", "num_requests_running", "num_requests_waiting"):
+        for name in ("engine_steps_total", "num_requests_running", "num_requests_waiting"):
             assert samples[f"graftserve_{name}"] == 0
+        assert samples['graftserve_cache_rows{owner="target"}'] == 100
         assert [v for k, v in samples.items() if k.startswith("graftserve_build_info") and 'model="toy' in k] == [1]
 
 
@@ -67,7 +78,7 @@ def test_page_is_lint_free(server: Server) -> None:
         for sample in family.samples:
             assert (family.type == "counter") == sample.name.endswith("_total"), sample.name
             assert math.isfinite(sample.value), sample
-            assert len(sample.labels) <= 2
+            assert set(sample.labels) <= LABELS
             assert answer["id"] not in str(sample.labels)
     series = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
     assert len(series) == len(set(series))
@@ -101,10 +112,10 @@ def test_steps_are_counted_once_and_drafts_once_per_drafter(server: Server) -> N
     def grown(name: str) -> float:
         return after[f"graftserve_spec_decode_{name}"] - before[f"graftserve_spec_decode_{name}"]
 
-    assert grown('num_spec_steps_total{schedule="graft"}') == 3
-    assert grown('num_drafts_total{drafter="ngram",schedule="graft"}') == 3
-    assert grown('num_drafts_total{drafter="small",schedule="graft"}') == 3
-    assert grown('num_tree_nodes_total{schedule="graft"}') == 15
+    assert grown('num_spec_steps_total{arm="",schedule="graft"}') == 3
+    assert grown('num_drafts_total{arm="",drafter="ngram",schedule="graft"}') == 3
+    assert grown('num_drafts_total{arm="",drafter="small",schedule="graft"}') == 3
+    assert grown('num_tree_nodes_total{arm="",schedule="graft"}') == 15
 
 
 def test_no_counter_ever_falls(server: Server) -> None:
@@ -117,7 +128,7 @@ def test_no_counter_ever_falls(server: Server) -> None:
         server.complete()
         server.engine.fail_after = None
         now = server.metrics()
-        assert all(now[name] >= value for name, value in seen.items() if "num_requests" not in name)
+        assert all(now[name] >= value for name, value in seen.items() if name.partition("{")[0].endswith(TOTALS))
         assert set(now) >= set(seen)
         seen = now
 
@@ -129,7 +140,7 @@ def test_a_failing_exporter_fails_no_request(server: Server, monkeypatch: pytest
     def broken(*_: object) -> None:
         raise RuntimeError("exporter")
 
-    for name in ("_count_step", "_count_error"):
+    for name in ("on_step", "on_finish", "_count_error"):
         monkeypatch.setattr(metrics, name, broken)
     assert server.complete().status_code == 200
     assert server.complete(stream=True).text.endswith("data: [DONE]\n\n")
@@ -165,8 +176,8 @@ def test_reasons_nobody_foresaw_share_one_series() -> None:
     for number in range(100):
         metrics.on_step([StepStats("graft", halts=(("small", f"row {number} is missing"), ("small", "rows")))])
     page = metrics.text().decode()
-    assert 'graftserve_drafter_halts_total{drafter="small",reason="other"} 100.0' in page
-    assert 'graftserve_drafter_halts_total{drafter="small",reason="rows"} 100.0' in page
+    assert 'graftserve_drafter_halts_total{arm="",drafter="small",reason="other",schedule="graft"} 100.0' in page
+    assert 'graftserve_drafter_halts_total{arm="",drafter="small",reason="rows",schedule="graft"} 100.0' in page
     assert "is missing" not in page
 
 
@@ -178,33 +189,57 @@ def test_observers_numbers_land_in_the_right_series() -> None:
         [
             StepStats(
                 "graft",
+                arm="b",
                 num_drafts=2,
                 num_steps=3,
                 num_output_tokens=5,
                 num_prompt_tokens=7,
                 num_verified_nodes=11,
                 num_grafts=13,
-                drafters={"small": DrafterCount(17, 4, 19)},
+                num_lossy=1,
+                drafters={"small": DrafterCount(17, 4, 19, 23, {"plan": 3, "who knows": 1}, [3, 1], 0.25)},
                 drafter_steps={"small": 2},
                 draft_s=0.25,
                 verify_s=0.5,
+                tree_s=0.75,
+                rule_s=1.25,
+                other_s=1.5,
+                num_accepted_squared=10,
+                depths=[2, *[1] * 21],
+                token_gaps=[(0.0, 2), (0.5, 1)],
             )
         ]
     )
     page = metrics.text().decode()
     for line in (
-        'spec_decode_num_drafts_total{drafter="small",schedule="graft"} 2.0',
-        'spec_decode_num_draft_tokens_total{drafter="small",schedule="graft"} 17.0',
-        'spec_decode_num_accepted_tokens_total{drafter="small",schedule="graft"} 4.0',
-        'spec_decode_num_spec_steps_total{schedule="graft"} 2.0',
-        'spec_decode_num_steps_total{schedule="graft"} 3.0',
-        'spec_decode_num_tree_nodes_total{schedule="graft"} 11.0',
-        'spec_decode_num_grafts_total{schedule="graft"} 13.0',
-        'draft_forwards_total{drafter="small"} 19.0',
-        'draft_seconds_total{schedule="graft"} 0.25',
-        'verify_seconds_total{schedule="graft"} 0.5',
-        "prompt_tokens_total 7.0",
-        "generation_tokens_total 5.0",
+        'spec_decode_num_drafts_total{arm="b",drafter="small",schedule="graft"} 2.0',
+        'spec_decode_num_draft_tokens_total{arm="b",drafter="small",schedule="graft"} 17.0',
+        'spec_decode_num_accepted_tokens_total{arm="b",drafter="small",schedule="graft"} 4.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{arm="b",drafter="small",position="0",schedule="graft"} 3.0',
+        'spec_decode_num_accepted_tokens_per_pos_total{arm="b",drafter="small",position="1",schedule="graft"} 1.0',
+        'spec_decode_num_drafts_per_pos_total{arm="b",position="0",schedule="graft"} 2.0',
+        'spec_decode_num_drafts_per_pos_total{arm="b",position="15",schedule="graft"} 1.0',
+        'spec_decode_num_drafts_per_pos_total{arm="b",position="16+",schedule="graft"} 6.0',
+        'spec_decode_num_spec_steps_total{arm="b",schedule="graft"} 2.0',
+        'spec_decode_num_steps_total{arm="b",schedule="graft"} 3.0',
+        'spec_decode_num_accepted_tokens_squared_total{arm="b",schedule="graft"} 10.0',
+        'spec_decode_num_tree_nodes_total{arm="b",schedule="graft"} 11.0',
+        'spec_decode_num_grafts_total{arm="b",schedule="graft"} 13.0',
+        'spec_decode_lossy_tokens_total{arm="b",schedule="graft"} 1.0',
+        'draft_forwards_total{arm="b",drafter="small",schedule="graft"} 19.0',
+        'drafter_calls_total{arm="b",drafter="small",schedule="graft"} 23.0',
+        'drafter_skips_total{arm="b",drafter="small",reason="plan",schedule="graft"} 3.0',
+        'drafter_skips_total{arm="b",drafter="small",reason="other",schedule="graft"} 1.0',
+        'draft_seconds_total{arm="b",drafter="small",schedule="graft"} 0.25',
+        'verify_seconds_total{arm="b",schedule="graft"} 0.5',
+        'tree_seconds_total{arm="b",schedule="graft"} 0.75',
+        'rule_seconds_total{arm="b",schedule="graft"} 1.25',
+        'other_seconds_total{arm="b",schedule="graft"} 1.5',
+        'prompt_tokens_total{arm="b",schedule="graft"} 7.0',
+        'generation_tokens_total{arm="b",schedule="graft"} 5.0',
+        'inter_token_latency_seconds_count{arm="b",schedule="graft"} 3.0',
+        'inter_token_latency_seconds_sum{arm="b",schedule="graft"} 0.5',
+        "engine_steps_total 1.0",
     ):
         assert f"graftserve_{line}\n" in page
 
@@ -212,12 +247,33 @@ def test_observers_numbers_land_in_the_right_series() -> None:
 def test_latencies_count_answers_only_and_first_tokens_of_all() -> None:
     """An aborted request's duration says how patient the caller was."""
     metrics = Metrics()
-    stats = RequestStats("graft", 1, arrived_s=10.0, first_token_s=10.5, finished_s=12.0)
+    stats = RequestStats("graft", 1, 5, arrived_s=10.0, admitted_s=10.25, first_token_s=10.5, last_token_s=11.5, finished_s=12.0)
     for reason in FinishReason:
         metrics.on_finish(stats, reason)
     metrics.on_finish(RequestStats("graft", 1, arrived_s=10.0, finished_s=11.0), FinishReason.ABORT)
     page = metrics.text().decode()
-    assert 'graftserve_e2e_request_latency_seconds_count{schedule="graft"} 2.0' in page
-    assert 'graftserve_e2e_request_latency_seconds_sum{schedule="graft"} 4.0' in page
-    assert 'graftserve_time_to_first_token_seconds_count{schedule="graft"} 4.0' in page
-    assert 'graftserve_requests_total{finish_reason="abort"} 2.0' in page
+    labels = '{arm="",schedule="graft"}'
+    assert f"graftserve_e2e_request_latency_seconds_count{labels} 2.0" in page
+    assert f"graftserve_e2e_request_latency_seconds_sum{labels} 4.0" in page
+    assert f"graftserve_request_time_per_output_token_seconds_sum{labels} 0.5" in page
+    assert f"graftserve_time_to_first_token_seconds_count{labels} 4.0" in page
+    assert f"graftserve_request_queue_time_seconds_sum{labels} 1.0" in page
+    assert 'graftserve_requests_total{arm="",finish_reason="abort",schedule="graft"} 2.0' in page
+
+
+def test_fallbacks_are_counted_by_where_they_went() -> None:
+    """An answer decoded under another schedule must not pass for one of its own."""
+    metrics = Metrics()
+    metrics.on_fallback("treegraft", "ar", "breaker")
+    assert 'graftserve_fallbacks_total{reason="breaker",schedule="treegraft",to="ar"} 1.0' in metrics.text().decode()
+
+
+def test_series_of_an_arm_exist_once_it_is_expected() -> None:
+    """An arm's first requests would be missing from every rate."""
+    metrics = Metrics()
+    metrics.attach(ScriptedEngine())
+    metrics.collectors.expect("graft", ["small"], arm="b", num_positions=2)
+    page = metrics.text().decode()
+    assert 'graftserve_spec_decode_num_steps_total{arm="b",schedule="graft"} 0.0' in page
+    assert 'graftserve_spec_decode_num_drafts_per_pos_total{arm="b",position="1",schedule="graft"} 0.0' in page
+    assert 'arm="b",position="2"' not in page and 'arm="b",drafter="ngram"' not in page
