@@ -94,7 +94,7 @@ class Collectors:
         )
         self.accepted_per_position = counter(
             "spec_decode_num_accepted_tokens_per_pos_total",
-            "The same by the place in their step: position 0 is the first draft token. Their sum is the line above.",
+            "num_accepted_tokens by the place of the token among those of its step: position 0 is the first draft token.",
             (*_DRAFTER, "position"),
         )
         self.drafts_per_position = counter(

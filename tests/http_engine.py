@@ -210,8 +210,8 @@ class ScriptedEngine:
     def _count(self, stats: RequestStats, num_tokens: int, drafts: bool) -> StepStats:
         accepted = min(num_tokens, 2) if drafts else 0
         new = {
-            "ngram": DrafterCount(2, min(accepted, 1), 0, calls=1, accepted_at=[1][:accepted], draft_s=0.0001),
-            "small": DrafterCount(2, max(accepted - 1, 0), 2, calls=2, accepted_at=[0, 1][: 2 * (accepted > 1)], draft_s=0.0009),
+            "ngram": DrafterCount(2, min(accepted, 1), 0, 1, accepted_at=[1][:accepted], draft_s=0.0001),
+            "small": DrafterCount(2, max(accepted - 1, 0), 2, 2, accepted_at=[0, 1][: 2 * (accepted > 1)], draft_s=0.0009),
         }
         step = StepStats(
             stats.schedule,

@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 
-MUST_HAVE = "GRAFTSERVE_REQUIRE_TOOLS"  # set to 1 in continuous integration, where a skipped test would go unnoticed
+MUST_HAVE = "REQUIRE_TOOLS"  # set to 1 in continuous integration, where a skipped test would go unnoticed
 
 
 def required_tool(name: str, package: str) -> str:
-    """Path of a program; skips the test, or fails it under GRAFTSERVE_REQUIRE_TOOLS=1, where it is not installed."""
+    """Path of a program; skips the test, or fails it under REQUIRE_TOOLS=1, where it is not installed."""
     path = shutil.which(name)
     if path is not None:
         return path

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,8 @@ def test_boards_can_be_provisioned(name: str) -> None:
     cells: set[tuple[int, int]] = set()
     for panel in board["panels"]:
         place = panel["gridPos"]
-        covered = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        columns, rows = range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+        covered = set(product(columns, rows))
         assert place["x"] + place["w"] <= 24 and not covered & cells, f"{panel['title']} lies over another panel"
         cells |= covered
         if panel["type"] != "row":

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.metrics import Metrics
+from app.metrics_reference import reference
 from engine.request import DrafterCount, FinishReason, RequestStats, StepStats
 from tests.http_engine import ScriptedEngine, Server, serve, until
 
@@ -278,3 +280,17 @@ def test_series_of_an_arm_exist_once_it_is_expected() -> None:
     assert 'graftserve_spec_decode_num_steps_total{arm="b",schedule="graft"} 0.0' in page
     assert 'graftserve_spec_decode_num_drafts_per_pos_total{arm="b",position="1",schedule="graft"} 0.0' in page
     assert 'arm="b",position="2"' not in page and 'arm="b",drafter="ngram"' not in page
+
+
+def test_the_page_of_the_documentation_is_current() -> None:
+    """Names that were changed since would be looked for in vain. Renew: graftserve docs metrics > docs/metrics.md"""
+    assert (Path(__file__).resolve().parent.parent / "docs" / "metrics.md").read_text() == reference()
+
+
+def test_the_documentation_names_everything_on_the_page(server: Server) -> None:
+    """What is exported and not described is read wrongly."""
+    text = reference()
+    for family in text_string_to_metric_families(server.client.get("/metrics").text):
+        name = f"{family.name}_total" if family.type == "counter" else family.name
+        assert f"| `{name}` | {family.type} |" in text
+        assert all(f"| `{label}` |" in text for sample in family.samples for label in sample.labels if label != "le")

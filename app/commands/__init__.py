@@ -9,6 +9,7 @@ from app.commands.calibrate import calibrate
 from app.commands.config import config
 from app.commands.corpus import corpus
 from app.commands.distill import distill
+from app.commands.docs import docs
 from app.commands.experiments import experiments
 from app.commands.fit_scheduler import fit_scheduler
 from app.commands.generate import generate
@@ -34,4 +35,4 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "version": version,
 }
 
-GROUPS: dict[str, typer.Typer] = {"bench": bench, "experiments": experiments}
+GROUPS: dict[str, typer.Typer] = {"bench": bench, "docs": docs, "experiments": experiments}
