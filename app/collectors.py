@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, disable_created_metrics
 from prometheus_client.metrics import MetricWrapperBase
 
 from app.errors import STATUSES
@@ -22,7 +22,7 @@ NAMESPACE = "graftserve"
 PREFIX = NAMESPACE + "_"
 OTHER = "other"  # reasons that nobody foresaw share one series
 HALT_REASONS = ("context", "rows", "nan", "features", "error", OTHER)
-SKIP_REASONS = ("plan", "tree", "halted", "prompt", "end", OTHER)
+SKIP_REASONS = ("plan", "tree", "price", "halted", "prompt", "end", OTHER)
 NUM_POSITIONS = 16  # draft tokens of one step that are counted one by one; the deeper ones share a series
 REST = f"{NUM_POSITIONS}+"
 
@@ -49,6 +49,7 @@ class Collectors:
 
     def __init__(self) -> None:
         """Create the families; the series of schedules follow with :meth:`expect`."""
+        disable_created_metrics()  # one more sample per series, of which Prometheus reads none in this format
         self.registry = CollectorRegistry()
         self.families: list[Family] = []
         ProcessCollector(namespace=NAMESPACE, registry=self.registry)
@@ -145,8 +146,8 @@ class Collectors:
         self.skips = counter(
             "drafter_skips_total",
             "Steps of sequences in which a drafter of the schedule was not called: the plan did not name it, the tree had "
-            "nothing to ask, it had given the text up (halted), the prompt was still being read, or the end of the answer was "
-            "one token away.",
+            "nothing to ask, no call was worth its price, it had given the text up (halted), the prompt was still being read, "
+            "or the end of the answer was one token away.",
             (*_DRAFTER, "reason"),
             reason=SKIP_REASONS,
         )

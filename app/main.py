@@ -23,6 +23,7 @@ from fastapi import FastAPI
 from app.bridge import Engine
 from app.config import Settings
 from app.errors import HANDLED, answer_error
+from app.experiments.experiment import Experiment, arm_label
 from app.experiments.live import Experiments
 from app.experiments.store import Store
 from app.metrics import Metrics
@@ -91,7 +92,7 @@ async def _become_ready(
         engine = loaded.engine
         metrics.attach(engine)
         engine.subscribe(metrics)
-        trials = _take_up_experiments(store, engine, settings)
+        trials = _take_up_experiments(store, engine, settings, metrics)
         store = None  # the experiments' to close
         engine.start()
     except Exception as error:
@@ -108,11 +109,15 @@ async def _become_ready(
     _log.info("serving %s", name)
 
 
-def _take_up_experiments(store: Store, engine: Engine, settings: Settings) -> Experiments:
+def _take_up_experiments(store: Store, engine: Engine, settings: Settings, metrics: Metrics) -> Experiments:
     """The experiments of the state folder, and the default schedule that one of them may have made."""
 
     def on_default(schedule: str) -> None:
         engine.default_schedule = schedule
+
+    def on_running(experiment: Experiment) -> None:
+        for arm in experiment.arms:
+            metrics.expect_arm(engine, arm.schedule, arm_label(experiment.name, arm.name))
 
     lossy = [
         name
@@ -125,6 +130,7 @@ def _take_up_experiments(store: Store, engine: Engine, settings: Settings) -> Ex
         engine.default_schedule,
         configured=settings.schedule,
         on_default=on_default,
+        on_running=on_running,
         lossy=lossy,
         persistent=settings.state_dir is not None,
     )

@@ -36,8 +36,8 @@ class Metrics:
 
     def attach(self, engine: Engine) -> None:
         """Create every series of the engine's schedules and drafters at zero, and follow its load."""
-        for name, schedule in engine.schedules.items():
-            self.collectors.expect(name, schedule.drafters.values(), num_positions=schedule.budget - 1)
+        for name in engine.schedules:
+            self.expect_arm(engine, name, "")
         self.collectors.running.set_function(lambda: engine.num_running)
         self.collectors.waiting.set_function(lambda: engine.num_waiting)
         self.collectors.max_running.set(engine.max_num_seqs)
@@ -46,6 +46,14 @@ class Metrics:
             self.collectors.rows.labels(owner).set(total)
             self.collectors.rows_used.labels(owner).set_function(partial(_rows_used, engine, owner))
         self.collectors.build.labels(version(), engine.model_id).set(1)
+
+    def expect_arm(self, engine: Engine, schedule: str, arm: str) -> None:
+        """Create every series of an arm that uses `schedule` at zero. Never raises: counting must not fail an experiment."""
+        try:
+            known = engine.schedules[schedule]
+            self.collectors.expect(schedule, known.drafters.values(), arm=arm, num_positions=known.budget - 1)
+        except Exception:
+            _log.exception("could not prepare the metrics of arm %s", arm)
 
     def on_step(self, steps: list[StepStats]) -> None:
         """Count one engine step; called on the engine thread."""

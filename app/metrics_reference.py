@@ -12,7 +12,7 @@ from app.collectors import NAMESPACE, PREFIX, REST, Collectors
 _LABELS = {
     "schedule": "how the request was decoded; `GET /v1/schedules` lists them",
     "drafter": "`ngram`, `small` or `medium`",
-    "arm": "side of an experiment; empty for requests outside of one",
+    "arm": "`experiment/arm`; empty for requests outside of an experiment",
     "position": f"place of a draft token in its step, from 0; `{REST}` for all deeper ones",
     "reason": "one of a closed set, the rest of which is `other`",
     "finish_reason": "`stop`, `length`, `abort` or `error`",

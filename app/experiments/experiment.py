@@ -47,6 +47,11 @@ class Arm:
     stopped: bool = False  # by the guard, for good
 
 
+def arm_label(experiment: str, arm: str) -> str:
+    """Experiment and arm in one word; neither name holds a slash."""
+    return f"{experiment}/{arm}"
+
+
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """Arms, the rules they are judged by, and how far it has come. Times are Unix seconds."""

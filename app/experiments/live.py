@@ -52,6 +52,7 @@ class Experiments:
         *,
         configured: str | None = None,
         on_default: Callable[[str], None] = lambda schedule: None,
+        on_running: Callable[[Experiment], None] = lambda experiment: None,
         lossy: Collection[str] = (),
         persistent: bool = True,
     ) -> None:
@@ -63,11 +64,12 @@ class Experiments:
             default_schedule: what counts without a promotion.
             configured: the setting `schedule`, which a promotion replaces until it is changed.
             on_default: told of every schedule that becomes the default.
+            on_running: told of every experiment before its first request.
             lossy: those of the schedules that may change a text; no arm can have one.
             persistent: whether `store` outlives the process; shown only.
         """
         self._store, self._schedules, self._configured = store, schedules, configured
-        self._on_default, self._lossy, self._persistent = on_default, lossy, persistent
+        self._on_default, self._on_running, self._lossy, self._persistent = on_default, on_running, lossy, persistent
         self._lock = threading.Lock()  # for everything below but `_running` and `default`, which are read without
         saved = store.load()
         self._all = {one.name: one for one in saved.experiments}
@@ -82,6 +84,8 @@ class Experiments:
         self.default = self._taken_up(default_schedule)
         self._running = next((one for one in saved.experiments if one.state is State.RUNNING), None)
         self._stop_if_impossible()
+        if self._running is not None:
+            on_running(self._running)
         self._recorder = Recorder(self._absorb)
 
     # ---- event loop and engine thread ---------------------------------------------------------------------------------
@@ -110,6 +114,7 @@ class Experiments:
             self._write(experiment, Event("started"))
             self._tallies[experiment.name] = {arm.name: ArmTally() for arm in experiment.arms}
             self._until_renewal = RENEW_EVERY
+            self._on_running(experiment)
             self._running = experiment
             return self._view(experiment.name)
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from app.experiments.experiment import Arm
+from app.experiments.experiment import Arm, arm_label
 from engine.request import Delta, FinishReason, RequestStats
 
 
@@ -42,7 +42,7 @@ class Assignment:
     @property
     def label(self) -> str:
         """Experiment and arm in one word; neither name holds a slash."""
-        return f"{self.experiment}/{self.arm.name}"
+        return arm_label(self.experiment, self.arm.name)
 
     @property
     def headers(self) -> dict[str, str]:
