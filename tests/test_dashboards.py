@@ -28,7 +28,6 @@ BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((DEPLOY / "
 VARIABLES = {"$__rate_interval": "8s", "$schedule": ".*", "$arm": ".*"}
 
 EMPTY_UNTIL = {
-    ("ab-schedules", "Requests of experiments"): "an experiment runs",
     ("ab-schedules", "Fallbacks"): "a schedule has failed",
     ("service", "Fallbacks"): "a schedule has failed",
     ("service", "Alerts"): "an alert is pending",
@@ -130,13 +129,16 @@ def _prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Clie
 
 
 def _load(server: Server, over: threading.Event) -> None:
-    """Requests of every schedule, and some mistakes, until told to stop."""
+    """Requests of every schedule and of an experiment, and some mistakes, until told to stop."""
+    arms = [{"name": "plain", "schedule": "ar"}, {"name": "grafted", "schedule": "treegraft"}]
+    assert server.client.post("/admin/experiments", json={"name": "trial", "arms": arms}).status_code == 200
     schedules = [entry["name"] for entry in server.client.get("/v1/schedules").json()["data"]]
     with httpx.Client(base_url=server.url, timeout=20) as client:
         while not over.is_set():
             for schedule in schedules:
                 body = {"prompt": ["one two one two one two", "x"], "max_tokens": 6, "temperature": 0}
                 client.post("/v1/completions", json={**body, "speculative": {"schedule": schedule}})
+                client.post("/v1/completions", json=body)
                 client.post("/v1/completions", json={**body, "top_p": -1})
 
 
@@ -172,11 +174,18 @@ def test_a_query_of_something_that_does_not_exist_is_seen(prometheus: httpx.Clie
 
 def test_figures_agree_with_each_other(prometheus: httpx.Client) -> None:
     """tau of plain decoding is 1, and nobody accepts more than was drafted."""
-    assert ask(prometheus, 'graftserve:tokens_per_step:mean5m{schedule="ar"}') == [1.0]
-    assert ask(prometheus, 'graftserve:tokens_per_step:halfwidth5m{schedule="ar"}') == [0.0]
+    assert ask(prometheus, 'graftserve:tokens_per_step:mean5m{schedule="ar", arm=""}') == [1.0]
+    assert ask(prometheus, 'graftserve:tokens_per_step:halfwidth5m{schedule="ar", arm=""}') == [0.0]
     assert max(ask(prometheus, 'graftserve:tokens_per_step:mean5m{schedule="chain-medium"}')) > 1
     assert all(0 <= value <= 1 for value in ask(prometheus, "graftserve:first_draft_acceptance:ratio5m"))
     assert all(value <= 1.001 for value in ask(prometheus, 'graftserve:speedup_bound:ratio5m{schedule="ar"}'))
+
+
+def test_arms_are_told_apart(prometheus: httpx.Client) -> None:
+    """A board that adds up the arms compares nothing."""
+    for arm, figure in (("trial/plain", "== 1"), ("trial/grafted", "> 1")):
+        until(lambda arm=arm, figure=figure: ask(prometheus, f'graftserve:tokens_per_step:mean5m{{arm="{arm}"}} {figure}'))
+    assert ask(prometheus, 'graftserve:tokens_per_step:halfwidth5m{arm="trial/grafted"} > 0')
 
 
 def test_values_of_the_variables_are_there(prometheus: httpx.Client) -> None:

@@ -143,6 +143,25 @@ def test_the_five_kinds_of_seconds_are_the_time_at_work(server: Server) -> None:
     assert sum(kinds.values()) == pytest.approx(latency - queued, rel=0.1, abs=0.02), kinds
 
 
+def test_arms_of_an_experiment_are_counted_apart(server: Server) -> None:
+    """All series of an arm exist from its start on, and hold its requests and nobody else's."""
+    arms = [{"name": "plain", "schedule": "ar"}, {"name": "grafted", "schedule": "treegraft"}]
+    assert server.client.post("/admin/experiments", json={"name": "trial", "arms": arms}).status_code == 200
+    before = page(server)
+    labels = {"arm": "trial/grafted", "schedule": "treegraft", "drafter": "medium"}
+    assert grown(before, Counter(), "drafter_calls_total", **labels) == 0
+    tokens = Counter[str]()
+    for number in range(12):
+        answer = server.complete(prompt=LOOP, max_tokens=3 + number, user=f"u{number}").json()
+        tokens[answer["metrics"]["graft"]["arm"]] += answer["usage"]["completion_tokens"]
+    ask(server, "treegraft")
+    server.client.post("/admin/experiments/trial/stop")
+    now = page(server)
+    assert set(tokens) == {"plain", "grafted"}
+    for arm, count in tokens.items():
+        assert grown(now, before, "generation_tokens_total", arm=f"trial/{arm}") == count
+
+
 def test_rows_go_back_when_nobody_needs_them(server: Server) -> None:
     """A gauge of rows that only climbs is a leak, or a wrong gauge."""
     now = page(server)
