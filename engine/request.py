@@ -94,7 +94,7 @@ class RequestStats:
 
     schedule: str
     num_prompt_tokens: int
-    is_auto: bool = False  # prices decided how much was drafted and verified
+    is_auto: bool = field(default=False, kw_only=True)  # prices decided how much was drafted and verified
     num_output_tokens: int = 0
     num_steps: int = 0  # target passes that emitted tokens for this request
     num_spec_steps: int = 0  # of these, passes that verified at least one drafted node

@@ -250,7 +250,7 @@ def test_latencies_count_answers_only_and_first_tokens_of_all() -> None:
     """An aborted request's duration says how patient the caller was."""
     metrics = Metrics()
     times = {"arrived_s": 10.0, "admitted_s": 10.25, "first_token_s": 10.5, "last_token_s": 11.5, "finished_s": 12.0}
-    stats = RequestStats("graft", 1, 5, **times)  # type: ignore[arg-type]
+    stats = RequestStats("graft", 1, num_output_tokens=5, **times)  # type: ignore[arg-type]
     for reason in FinishReason:
         metrics.on_finish(stats, reason)
     metrics.on_finish(RequestStats("graft", 1, arrived_s=10.0, finished_s=11.0), FinishReason.ABORT)

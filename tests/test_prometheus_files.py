@@ -28,7 +28,7 @@ def filled_page() -> bytes:
     metrics = Metrics()
     metrics.attach(ScriptedEngine())
     metrics.on_step([StepStats("graft", num_steps=1, halts=(("small", "rows"),), token_gaps=[(0.1, 2)], depths=[1])])
-    metrics.on_finish(RequestStats("graft", 1, 2, first_token_s=1.0, admitted_s=0.5), FinishReason.STOP)
+    metrics.on_finish(RequestStats("graft", 1, num_output_tokens=2, first_token_s=1.0, admitted_s=0.5), FinishReason.STOP)
     metrics.on_fallback("graft", "ar", "breaker")
     metrics.count_error(400)
     return metrics.text()
