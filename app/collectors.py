@@ -159,7 +159,7 @@ class Collectors:
         )
         self.fallbacks = counter(
             "fallbacks_total",
-            "Requests that were decoded under another schedule than their own because theirs had failed.",
+            "Moves from a schedule to another one that takes over: a breaker's, down and up, or because a schedule failed.",
             ("schedule", "to", "reason"),
         )
 

@@ -76,7 +76,7 @@ class Metrics:
                 of.per_token.labels(*labels).observe(seconds / (stats.num_output_tokens - 1))
 
     def on_fallback(self, schedule: str, to: str, reason: str) -> None:
-        """Count one request of `schedule` that is decoded as `to` instead; `reason` is one of a few words."""
+        """Count that `to` takes over from `schedule`; any thread. `reason` is one of a few, as `scheduler.breaker` has them."""
         self.collectors.fallbacks.labels(schedule, to, reason).inc()
 
     def count_error(self, status: int) -> None:
