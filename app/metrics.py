@@ -97,7 +97,12 @@ class Metrics:
             "status it would have had.",
             ("status",),
         )
-        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens processed.")
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens processed, cached ones included.")
+        self.prefix_queries = counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.")
+        self.prefix_hits = counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.")
+        self.preemptions = counter(
+            "preemptions_total", "Times that a running sequence gave its cache rows to others, to be taken up again later."
+        )
         self.generation_tokens = counter("generation_tokens_total", "Tokens delivered, end tokens included.")
         self.running = Gauge(PREFIX + "num_requests_running", "Sequences being decoded.", registry=self.registry)
         self.waiting = Gauge(PREFIX + "num_requests_waiting", "Requests waiting for a place.", registry=self.registry)
@@ -167,6 +172,9 @@ class Metrics:
         self.draft_seconds.labels(schedule).inc(step.draft_s)
         self.verify_seconds.labels(schedule).inc(step.verify_s)
         self.prompt_tokens.inc(step.num_prompt_tokens)
+        self.prefix_queries.inc(step.num_prefix_queries)
+        self.prefix_hits.inc(step.num_prefix_hits)
+        self.preemptions.inc(step.num_preemptions)
         self.generation_tokens.inc(step.num_output_tokens)
         for drafter, count in step.drafters.items():
             self.drafts.labels(schedule, drafter).inc(step.drafter_steps.get(drafter, 0))

@@ -77,7 +77,13 @@ def request(draft: Draft, ask: Ask, drafter: Drafter) -> DraftRequest:
     """`ask` with all that the drafter needs to answer it."""
     sequence = draft.sequence
     return DraftRequest(
-        state_of(sequence, drafter), sequence.tokens, draft.growth.tree, ask, sequence.request.sampling, sequence.rows.view()
+        state_of(sequence, drafter),
+        sequence.tokens,
+        draft.growth.tree,
+        ask,
+        sequence.request.sampling,
+        sequence.rows.view(),
+        None if sequence.lease is None else sequence.num_cached,
     )
 
 
@@ -93,7 +99,7 @@ def _worthwhile(
 ) -> tuple[str, Ask] | None:
     """The question to one of `names` that is worth most, narrowed to the part that is; None if there is none to ask."""
     schedule = draft.sequence.schedule
-    able = [name for name in names if name not in draft.sequence.stats.halts and name not in draft.exhausted]
+    able = [name for name in names if name not in draft.exhausted and not draft.sequence.is_without(name)]
     asks = [(name, ask) for name in able if (ask := draft.growth.ask(name)) is not None]
     if not asks:
         return None
