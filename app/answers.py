@@ -87,8 +87,11 @@ class _Answer:
             "system_fingerprint": None,
         }
 
-    def usage(self) -> dict[str, int]:
-        return usage(self.num_prompt_tokens, sum(choice.num_output_tokens for choice in self.choices))
+    def usage(self) -> dict[str, Any]:
+        # A prompt counts once however many answers it gets; so does what the first of them found of it.
+        first = [choice.stats for choice in self.choices[:: self.num_drawn]]
+        num_cached = sum(stats.num_cached_tokens for stats in first if stats is not None)
+        return usage(self.num_prompt_tokens, sum(choice.num_output_tokens for choice in self.choices), num_cached)
 
     def metrics(self, choices: Sequence[Choice]) -> dict[str, Any]:
         stats = [choice.stats for choice in choices if choice.stats is not None]

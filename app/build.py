@@ -71,7 +71,9 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         loaded[role] = drafting.load(name, role, target_model, tokenizer, placement)
     prepare(target_model, placement)
 
-    limits = Limits(settings.max_num_seqs, settings.max_waiting, settings.prefill_chunk, settings.stall_s)
+    limits = Limits(
+        settings.max_num_seqs, settings.max_waiting, settings.prefill_chunk, settings.stall_s, settings.prefix_cache
+    )
     has_prices = settings.costs != NO_COSTS
     budget = settings.budget if settings.budget != "auto" else default_budget(placement, is_most=has_prices)
     check_budget(budget, _MAX_BUDGET)

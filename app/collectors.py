@@ -195,7 +195,12 @@ class Collectors:
         )
         for status in STATUSES:
             self.request_errors.labels(str(status))
-        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens processed.", _ARM)
+        self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens processed, cached ones included.", _ARM)
+        self.prefix_queries = counter("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache.", _ARM)
+        self.prefix_hits = counter("prefix_cache_hits_total", "Prompt tokens found in the prefix cache.", _ARM)
+        self.preemptions = counter(
+            "preemptions_total", "Times that a running sequence gave its rows to others, to be taken up again later.", _ARM
+        )
         self.generation_tokens = counter("generation_tokens_total", "Tokens delivered, end tokens included.", _ARM)
         self.first_token = histogram(
             "time_to_first_token_seconds", "Seconds from arrival to the first token.", _FIRST_TOKEN_BUCKETS

@@ -103,7 +103,10 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(
         default=None, min_length=1, description="Model name in the API; none: the target's own."
     )
-    prefill_chunk: int = Field(default=256, ge=1, description="Prompt tokens processed per step and sequence.")
+    prefill_chunk: int = Field(default=256, ge=1, description="Prompt tokens processed per step, all sequences together.")
+    prefix_cache: bool = Field(
+        default=True, description="Keep the cache rows of finished texts for prompts that begin alike."
+    )
     stall_s: float = Field(
         default=30.0, gt=0, allow_inf_nan=False, description="Seconds without a step that make /health 503."
     )

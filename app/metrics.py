@@ -107,6 +107,9 @@ class Metrics:
             (of.rule_seconds, step.rule_s),
             (of.other_seconds, step.other_s),
             (of.prompt_tokens, step.num_prompt_tokens),
+            (of.prefix_queries, step.num_prefix_queries),
+            (of.prefix_hits, step.num_prefix_hits),
+            (of.preemptions, step.num_preemptions),
             (of.generation_tokens, step.num_output_tokens),
         ):
             collector.labels(*labels).inc(amount)

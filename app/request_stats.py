@@ -14,12 +14,13 @@ from typing import Any
 from engine.request import DrafterCount, RequestStats
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
-    """The ``usage`` object; output tokens are those delivered, an end token included."""
+def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    """The ``usage`` object; output tokens are those delivered, an end token included, cached ones are part of the prompt's."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
 
 
@@ -80,6 +81,7 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
         "num_grafts": sum(one.num_grafts for one in stats),
         "num_verified_nodes": sum(one.num_verified_nodes for one in stats),
         "num_steps": sum(one.num_steps for one in stats),
+        "num_preemptions": sum(one.num_preemptions for one in stats),
         "draft_ms": round(1000 * sum(one.draft_s for one in stats), 3),
         "tree_ms": round(1000 * sum(one.tree_s for one in stats), 3),
         "verify_ms": round(1000 * sum(one.verify_s for one in stats), 3),

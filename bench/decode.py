@@ -79,7 +79,8 @@ def main(
         SamplingParams(temperature=temperature, seed=seed)
     except (ValueError, OSError, ParamError) as error:
         fail(describe(error))
-    changes = {"max_num_seqs": max(settings.max_num_seqs, concurrency)}
+    # Without the prefix cache: whoever answers a prompt second would not have to read it.
+    changes = {"max_num_seqs": max(settings.max_num_seqs, concurrency), "prefix_cache": False}
     resolved, loaded = load(settings.model_copy(update=changes))
     engine = loaded.engine
     names = [PLAIN, *dict.fromkeys(n for n in (schedules.split(",") if schedules else engine.schedules) if n != PLAIN)]

@@ -31,13 +31,16 @@ class DraftRequest:
     sampling: SamplingParams | None = None  # how the request samples, for asks that want rows to draw from
     target_rows: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     """The target's cache rows of the verified tokens it has been fed, in order; all but the root while decoding."""
+    num_cached: int | None = None
+    """Tokens at the beginning whose rows the target had from another text, so their hidden states do not come in. None: the
+    server keeps nothing of texts that are over, and neither does the drafter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Halt:
     """A drafter's refusal to go on with one sequence; `reason` is a short, bounded word (a metric label)."""
 
-    reason: str  # "context", "rows", "nan", "features", "error"
+    reason: str  # "context", "nan", "features", "error"; or "rows", after which it is asked again some tokens later
 
 
 class Drafter(Protocol):
@@ -53,7 +56,8 @@ class Drafter(Protocol):
     def observe(self, state: Any, start: int, hidden: torch.Tensor) -> None:
         """The target's hidden states `[n, len(layers), hidden]` of the verified tokens `start` to `start + n - 1`.
 
-        Called for every verified token in order, from the first one on, and only if `layers` names some.
+        Called for every verified token in order, and only if `layers` names some. The first one is token 0, or a later one if
+        the target had rows of the tokens in front of it from another text, or if the drafter was out of rows for a while.
         """
 
     def passes(self, request: DraftRequest) -> tuple[int, ...]:
@@ -85,3 +89,17 @@ class KeepsRows(Protocol):
 
     @property
     def lm(self) -> Pooled: ...
+
+
+@runtime_checkable
+class KeepsPrefixes(Protocol):
+    """A drafter that keeps rows of texts that are over, for texts that begin alike."""
+
+    def num_known(self, text: list[int]) -> int:
+        """Tokens at the beginning of a new text whose hidden states the drafter can do without."""
+
+    def keep(self, state: Any) -> None:
+        """The text is over, or put off, in good order: keep its rows; `close` follows."""
+
+    def forget_prefixes(self) -> None:
+        """Give all kept rows back that no text in flight stands on."""

@@ -2,7 +2,8 @@
 
 The drafter holds rows for the verified text and, during a step, for the nodes it was made to look at. After the step the rows
 along the accepted path stay, the others go back; what it has not seen of the accepted text is fed together with the next
-question. Log-probabilities are taken at temperature 1 whatever the request samples at (as EAGLE's are, 2406.16858).
+question. What it has read of a text is kept for texts that begin alike. Log-probabilities are taken at temperature 1 whatever
+the request samples at (as EAGLE's are, 2406.16858).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from drafters.reading import missing_nodes, read_answer
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
 from models.kv_cache import RowList
+from models.prefix_cache import Lease, PrefixCache
 from tree.flatten import positions, visible
 from tree.growth import Answer
 from tree.tree import TokenTree
@@ -31,6 +33,8 @@ class Following:
     rows: RowList = field(default_factory=RowList)  # of the verified text, the root included once it was fed
     node_rows: dict[int, int] = field(default_factory=dict)  # tree node -> row, in the order they were fed; no root
     log_probs: dict[int, torch.Tensor] = field(default_factory=dict)  # node (0: root) -> [vocab] row on the device
+    text: Sequence[int] = ()  # the verified text, which grows; empty before the first question, or if nothing is kept
+    lease: Lease | None = None  # what of `rows` is the cache's too
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +77,14 @@ class CausalLMDrafter:
 
         A sequence far behind, as after a long prompt, is fed a part of its text and gets no candidates yet.
         """
+        for request in requests:
+            self._recall(request)
         answers: list[Answer | Halt | None] = [None] * len(requests)
         feeds: dict[int, Feed] = {}
         promised = 0  # rows that the sequences let in so far will take in the shared forward
         for index, request in enumerate(requests):
             feed = _missing(request, self.name)
-            halt = self._obstacle(request, feed, self.lm.pool.num_free - promised)
+            halt = self._obstacle(request, feed, self.lm.pool.num_available - promised)
             if halt is not None:
                 answers[index] = halt
             else:
@@ -117,7 +123,32 @@ class CausalLMDrafter:
     def close(self, state: Following) -> None:
         """Free every row of the sequence."""
         self._forget_nodes(state)
+        if state.lease is not None:
+            PrefixCache.over(self.lm.pool).end(state.lease)
         self.lm.pool.release(state.rows.truncate(0))
+
+    def num_known(self, text: list[int]) -> int:
+        """All of it: hidden states are of no use here."""
+        return len(text)
+
+    def keep(self, state: Following) -> None:
+        """Keep the rows of what was read of the text."""
+        if state.lease is not None:
+            length = min(len(state.rows), len(state.text))  # a step may keep rows beyond the end of an answer
+            PrefixCache.over(self.lm.pool).share(state.lease, list(state.text[:length]), state.rows, length)
+
+    def forget_prefixes(self) -> None:
+        """Give the kept rows back."""
+        PrefixCache.over(self.lm.pool).clear()
+
+    def _recall(self, request: DraftRequest) -> None:
+        """With the first question: take over the rows of a text that began like this one, all but the root's."""
+        state = request.state
+        if request.num_cached is None or state.lease is not None or len(state.rows):
+            return
+        cache, text = PrefixCache.over(self.lm.pool), list(request.context)
+        state.text, state.lease = request.context, cache.begin()
+        state.rows.extend(cache.take(state.lease, text, len(text) - 1))
 
     def _forget_nodes(self, state: Following) -> None:
         self.lm.pool.release(state.node_rows.values())

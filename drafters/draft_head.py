@@ -6,6 +6,11 @@ the next tree. A drafted node's entry takes the head's own hidden state of the e
 entries are thrown away and the accepted tokens are entered anew, from the target's hidden states, with the next question.
 
 A node can be entered only after the one above it, so a tree that another drafter grew is entered layer by layer.
+
+Entries of a text that is over are kept for texts that begin alike: entry i depends on the tokens up to i + 1, so its key is the
+pair of tokens i and i + 1. Where the target has rows of a beginning of which the head has no entries, as after a request that
+another drafter drafted for, the hidden states are gone: the head then begins where it begins to hear, at the right positions
+but blind for what is in front. That costs acceptance in this request and never the text; such entries are not kept.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from drafters.reading import layers_of, missing_nodes, read_answer
 from models.attention import Segment
 from models.head_lm import HeadLM
 from models.kv_cache import RowList
+from models.prefix_cache import Lease, PrefixCache
 from tree.flatten import visible
 from tree.growth import Answer
 from tree.tree import TokenTree
@@ -31,12 +37,22 @@ _CATCH_UP = 512  # most verified tokens entered at once: a long prompt must not 
 class Heard:
     """What the head remembers about one sequence. An entry's row is its place in the cache."""
 
-    rows: RowList = field(default_factory=RowList)  # of the verified text's entries
+    rows: RowList = field(default_factory=RowList)  # of the verified text's entries, from entry `first` on
+    first: int = 0  # entries in front of it are missing
     fused: list[torch.Tensor] = field(default_factory=list)  # blocks `[n, hidden]` of tokens that have no entry yet
-    num_heard: int = 0  # verified tokens whose hidden states came in
+    heard_from: int = 0  # the first verified token whose hidden states came in
+    num_heard: int = 0  # verified tokens up to the last one whose hidden states came in
+    has_recalled: bool = False  # it is known which entries in front of `heard_from` there are
     node_rows: dict[int, int] = field(default_factory=dict)  # tree node -> row, in the order of entering; no root
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # node (0: root) -> `[hidden]`
     log_probs: dict[int, torch.Tensor] = field(default_factory=dict)  # node (0: root) -> `[draft_vocab]`
+    text: Sequence[int] = ()  # the verified text, which grows; empty before the first question, or if nothing is kept
+    lease: Lease | None = None  # what of `rows` is the cache's too
+
+    @property
+    def num_entries(self) -> int:
+        """Entries that the text has or has lost; the next one to make."""
+        return self.first + len(self.rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,14 +81,17 @@ class HeadDrafter:
     @torch.inference_mode()
     def observe(self, state: Heard, start: int, hidden: torch.Tensor) -> None:
         """Take in the target's hidden states `[n, layers, hidden]` of verified tokens `start` and up."""
-        assert start == state.num_heard, f"hidden states of token {start}, expected {state.num_heard}"
+        # The first ones may begin in the middle of the text; the first question shows what is known of what is in front.
+        assert start == state.num_heard or state.num_heard == 0, f"hidden states of token {start}, expected {state.num_heard}"
+        if state.num_heard == 0:
+            state.heard_from = start
         state.fused.append(self.lm.fuse(hidden))
-        state.num_heard += len(hidden)
+        state.num_heard = start + len(hidden)
 
     def passes(self, request: DraftRequest) -> tuple[int, ...]:
         """A forward for every layer of nodes that have no entry yet; the text it is behind counts as one row."""
         state = request.state
-        behind = len(state.rows) < len(request.context) - 1
+        behind = state.num_entries < len(request.context) - 1
         return layers_of(request, {} if behind else {0: 0, **state.node_rows})
 
     @torch.inference_mode()
@@ -81,6 +100,8 @@ class HeadDrafter:
 
         A sequence far behind, as after a long prompt, enters a part of its text and gets no candidates yet.
         """
+        for request in requests:
+            self._recall(request)
         answers: dict[int, Answer | Halt] = {}
         open_ = dict(enumerate(requests))
         while open_:
@@ -89,7 +110,7 @@ class HeadDrafter:
             for index, request in list(open_.items()):
                 entries = self._next_entries(request)
                 size = entries.num_text + len(entries.nodes)
-                halt = self._obstacle(request, entries, self.lm.pool.num_free - promised)
+                halt = self._obstacle(request, entries, self.lm.pool.num_available - promised)
                 if halt is not None:
                     answers[index] = halt
                 elif size == 0 and not entries.is_partial:
@@ -122,7 +143,40 @@ class HeadDrafter:
         """Free every row of the sequence."""
         self._forget_nodes(state)
         state.fused.clear()
+        if state.lease is not None:
+            PrefixCache.over(self.lm.pool).end(state.lease)
         self.lm.pool.release(state.rows.truncate(0))
+
+    def num_known(self, text: list[int]) -> int:
+        """Tokens that have entries here: what comes behind them has to be heard."""
+        keys = _keys(text, len(text) - 1)
+        return PrefixCache.over(self.lm.pool).match(keys, len(keys))[0]
+
+    def keep(self, state: Heard) -> None:
+        """Keep the entries of the text, unless some are missing in front of them."""
+        if state.lease is not None and state.first == 0:
+            count = min(len(state.rows), len(state.text) - 1)
+            PrefixCache.over(self.lm.pool).share(state.lease, _keys(state.text, count), state.rows, count)
+
+    def forget_prefixes(self) -> None:
+        """Give the kept rows back."""
+        PrefixCache.over(self.lm.pool).clear()
+
+    def _recall(self, request: DraftRequest) -> None:
+        """With the first question: take over the entries of the tokens that were not heard, or do without them."""
+        state = request.state
+        if state.has_recalled:
+            return
+        state.has_recalled = True
+        count = state.heard_from if state.num_heard else request.num_cached or 0
+        state.first, state.num_heard = count, max(state.num_heard, count)
+        if request.num_cached is None:
+            return
+        cache, keys = PrefixCache.over(self.lm.pool), _keys(request.context, count)
+        state.text, state.lease = request.context, cache.begin()
+        if cache.match(keys, count)[0] == count:
+            state.rows.extend(cache.take(state.lease, keys, count))
+            state.first = 0
 
     def _forget_nodes(self, state: Heard) -> None:
         self.lm.pool.release(state.node_rows.values())
@@ -132,10 +186,10 @@ class HeadDrafter:
     def _next_entries(self, request: DraftRequest) -> Entries:
         """The text that has no entry yet, else the topmost nodes that have none."""
         state = request.state
-        num_missing = len(request.context) - 1 - len(state.rows)
+        num_missing = len(request.context) - 1 - state.num_entries
         if num_missing:
             return Entries(min(num_missing, _CATCH_UP), [], is_partial=num_missing > _CATCH_UP)
-        if 0 not in state.log_probs:  # a text of one token: the target has not been fed anything yet
+        if 0 not in state.log_probs:  # the target has not been fed anything yet
             return Entries(0, [], is_partial=True)
         missing = missing_nodes(request.tree, request.ask, state.node_rows)
         return Entries(0, [node for node in missing if request.tree.parent[node] in state.hidden], is_partial=False)
@@ -176,7 +230,7 @@ class HeadDrafter:
 def _segment(request: DraftRequest, entries: Entries, rows: list[int]) -> Segment:
     """Missing text in causal order, or nodes below the newest entry."""
     state, tree, context = request.state, request.tree, request.context
-    start, count = len(state.rows), entries.num_text
+    start, count = state.num_entries, entries.num_text
     if count:
         return Segment(
             tokens=context[start + 1 : start + 1 + count],
@@ -217,3 +271,8 @@ def _drop_front(blocks: list[torch.Tensor], count: int) -> None:
         count -= len(blocks.pop(0))
     if count:
         blocks[0] = blocks[0][count:]
+
+
+def _keys(text: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """What the first `count` entries of a text depend on, one after the other."""
+    return list(zip(text[:count], text[1 : count + 1], strict=True))

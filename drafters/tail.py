@@ -51,8 +51,9 @@ class TailDrafter:
     @torch.inference_mode()
     def observe(self, state: Tail, start: int, hidden: torch.Tensor) -> None:
         """Take in the target's hidden states `[n, layers, hidden]` of verified tokens `start` and up; the newest one counts."""
-        assert start == state.num_heard, f"hidden states of token {start}, expected {state.num_heard}"
-        state.num_heard += len(hidden)
+        # The first ones may begin in the middle of the text: the head looks at the target's rows, wherever those come from.
+        assert start == state.num_heard or state.num_heard == 0, f"hidden states of token {start}, expected {state.num_heard}"
+        state.num_heard = start + len(hidden)
         state.fused = self.lm.fuse(hidden[-1:])
 
     def passes(self, request: DraftRequest) -> tuple[int, ...]:
@@ -68,7 +69,7 @@ class TailDrafter:
             work: list[tuple[DraftRequest, list[int]]] = []
             promised = 0
             for index, request in list(waiting.items()):
-                if len(request.context) == 1:  # the target has not been fed anything yet
+                if len(request.context) - 1 == (request.num_cached or 0):  # the target has not been fed anything yet
                     answers[index] = Answer({}, {})
                     del waiting[index]
                     continue

@@ -24,8 +24,9 @@ class Limits:
 
     max_num_seqs: int = 8  # sequences that advance together
     max_waiting: int = 64  # requests that may wait besides
-    prefill_chunk: int = 256  # prompt tokens one sequence is fed per step
+    prefill_chunk: int = 256  # prompt tokens fed per step, all sequences together
     stall_s: float = 30.0  # no step for this long, with work waiting, is ill health
+    prefix_cache: bool = True  # rows of texts that are over serve texts that begin alike
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "prefill_chunk"):

@@ -2,7 +2,8 @@
 
 At each drafting step every sequence asks one drafter or stops (`engine.question`); those that ask the same one are answered by
 one call. A drafter that gives up on a sequence is not asked for it again, and a drafter that breaks is given up for everyone
-who asked it: drafting may fail, the request may not.
+who asked it: drafting may fail, the request may not. Only a drafter that is short of rows is asked again some tokens later,
+since others give theirs back.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from drafters.base import Drafter, Halt
+from drafters.base import Drafter, Halt, KeepsPrefixes
 from engine.noise import DraftNoise
 from engine.question import Draft, next_question, offer, request, state_of
 from engine.sequence import Sequence
@@ -24,6 +25,8 @@ from tree.growth import Answer, Ask, Growth
 from tree.policies.sampled import SampledPolicy
 
 log = logging.getLogger(__name__)
+
+_RETRY_AFTER = 64  # tokens of text; sooner, sequences would take turns at reading each other's rows away
 
 
 def grow_trees(
@@ -35,8 +38,8 @@ def grow_trees(
 ) -> list[Draft]:
     """Grow one tree per sequence, in order. A sequence whose plan stops at once gets a tree of its root alone.
 
-    So does one whose prompt is not in the cache yet: its first token should not wait for a drafter to read the prompt too.
-    Schedules that leave their budget to `auto` make only calls that pay.
+    So does one that has just read its prompt, or found it in the cache: its first token should not wait for a drafter to read
+    the prompt too. Schedules that leave their budget to `auto` make only calls that pay.
     """
     drafts = [_begin(sequence, vocab_size) for sequence in sequences]
     growing = drafts
@@ -56,7 +59,8 @@ def grow_trees(
 
 def _begin(sequence: Sequence, vocab_size: int) -> Draft:
     start = time.perf_counter()
-    hindrance = "prompt" if sequence.num_pending > 1 else "end" if sequence.max_depth < 1 else None
+    is_reading = sequence.num_pending > 1 or 0 < sequence.num_cached == len(sequence.rows)
+    hindrance = "prompt" if is_reading else "end" if sequence.max_depth < 1 else None
     growth = _growth(sequence, vocab_size, 0 if hindrance else sequence.max_depth)
     return Draft(sequence, growth, hindrance=hindrance, tree_s=time.perf_counter() - start)
 
@@ -93,7 +97,8 @@ def show_hidden(
     broken = []
     for name in sequence.schedule.drafters.values():
         drafter = drafters[name]
-        if not drafter.layers or name in sequence.stats.halts:
+        # One that waits for rows goes on hearing, or it could not go on when there are some.
+        if not drafter.layers or (sequence.is_without(name) and name not in sequence.retry_at):
             continue
         try:
             stacked = torch.stack([hidden[layer][list(rows)] for layer in drafter.layers], dim=1)
@@ -105,10 +110,12 @@ def show_hidden(
     return broken
 
 
-def close_drafters(sequence: Sequence, drafters: Mapping[str, Drafter]) -> None:
-    """Give back what the drafters hold for a sequence."""
+def close_drafters(sequence: Sequence, drafters: Mapping[str, Drafter], *, keep: bool = False) -> None:
+    """Give back what the drafters hold for a sequence; with `keep`, leave it to texts that begin alike."""
     while sequence.drafter_states:
         name, state = sequence.drafter_states.popitem()
+        if keep:
+            _keep(drafters[name], state)
         _close(drafters[name], state)
 
 
@@ -165,11 +172,19 @@ def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
 
 
 def _halt(sequence: Sequence, drafter: Drafter, reason: str) -> None:
-    """The drafter gives this sequence up: say so once, free what it holds."""
+    """The drafter gives this sequence up, or for want of rows puts it off: say so, free what it holds."""
+    if reason == "rows":
+        sequence.retry_at[drafter.name] = len(sequence.tokens) + _RETRY_AFTER
+    else:
+        sequence.retry_at.pop(drafter.name, None)
+    if sequence.stats.halts.get(drafter.name) != reason:
+        log.warning("drafter %s stops for request %s: %s", drafter.name, sequence.request.id, reason)
     sequence.stats.halts[drafter.name] = reason
-    log.warning("drafter %s stops for request %s: %s", drafter.name, sequence.request.id, reason)
     if drafter.name in sequence.drafter_states:
-        _close(drafter, sequence.drafter_states.pop(drafter.name))
+        state = sequence.drafter_states.pop(drafter.name)
+        if reason == "rows":
+            _keep(drafter, state)
+        _close(drafter, state)
 
 
 def _close(drafter: Drafter, state: object) -> None:
@@ -177,3 +192,11 @@ def _close(drafter: Drafter, state: object) -> None:
         drafter.close(state)
     except Exception:
         log.exception("drafter %s failed to give back what it held", drafter.name)
+
+
+def _keep(drafter: Drafter, state: object) -> None:
+    if isinstance(drafter, KeepsPrefixes):
+        try:
+            drafter.keep(state)
+        except Exception:
+            log.exception("drafter %s kept nothing of a text", drafter.name)

@@ -1,7 +1,8 @@
 """The engine: one thread that owns the models, the caches and the sequences, and one loop over them.
 
 Requests enter through an inbox and leave as deltas. Each step admits what fits, drafts for every decoding sequence, lets the
-target score prefill chunks and trees in one forward, and commits. Speculation being off, or one arm of a comparison, is an
+target score prefill chunks and trees in one forward, and commits. When rows run out, the youngest sequence gives way and is
+taken up again later. Speculation being off, or one arm of a comparison, is an
 attribute of a sequence, not a branch here.
 """
 
@@ -22,6 +23,7 @@ from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
 from engine.constraint import ConstraintError
 from engine.draft import close_drafters, grow_trees, show_hidden
+from engine.memory import Memory
 from engine.noise import TargetNoise
 from engine.request import (
     Delta,
@@ -38,6 +40,7 @@ from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
 from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
+from engine.turn import Turn, fitting_nodes, plan_turn
 from models.causal_lm import CausalLM
 from models.sampling import probabilities
 from scheduler.auto_budget import AutoBudget
@@ -104,7 +107,8 @@ class Engine:
         self._observers: list[Observer] = []
         self._inbox: queue.SimpleQueue[Sequence | str | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._running: list[Sequence] = []  # oldest first
+        self._memory = Memory(target.pool, self._drafters, keeps_prefixes=self.limits.prefix_cache)
         # Requests accepted and not yet ended. Guarded, because callers count themselves in on their own threads.
         self._open: set[str] = set()
         self._lock = threading.Lock()
@@ -229,6 +233,7 @@ class Engine:
         self._take_mail(wait=False)  # nothing can be put behind this: no request is accepted any more
         for sequence in [*self._running, *self._waiting]:
             self._finish(sequence, reason, self._failure)
+        self._memory.clear()
 
     def _serve(self) -> None:
         while self._failure is None:
@@ -278,21 +283,22 @@ class Engine:
     def step(self) -> None:
         """Admit, draft, score, commit, emit."""
         self._admit()
-        prefills, decoding = self._split()
         begin, auto = time.perf_counter(), self.auto
+        records = self._memory.begin_ready(self._running)
+        turn = self._make_room(records)
         if auto is not None:
-            begin_step(auto, prefills, decoding)
-        drafts = grow_trees(decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
-        chosen = choose_nodes(drafts, auto)
-        fed, scored, verify_s = score(self.target, prefills, drafts, chosen)
-        share = verify_s / max(len(prefills) + len(drafts), 1)
-        num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in prefills)
-        was_decoding = not prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
-        records: list[tuple[RequestStats, StepStats]] = []
-        for part, (sequence, num_fed) in zip(fed, prefills, strict=True):
-            broken = show_hidden(part.sequence, self._drafters, part.start, part.hidden, range(num_fed))
-            step = StepStats(sequence.schedule.name, arm=sequence.request.arm, num_prompt_tokens=num_fed, verify_s=share)
-            step.halts = tuple(broken)
+            begin_step(auto, turn.prefills, turn.decoding)
+        drafts = grow_trees(turn.decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
+        chosen = fitting_nodes(drafts, choose_nodes(drafts, auto), self._memory.num_available - turn.num_rows)
+        fed, scored, verify_s = score(self.target, turn.prefills, drafts, chosen)
+        share = verify_s / max(len(fed) + len(drafts), 1)
+        num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in turn.prefills)
+        was_decoding = not turn.prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
+        for part, (sequence, count) in zip(fed, turn.prefills, strict=True):
+            step = StepStats(sequence.schedule.name, arm=sequence.request.arm, verify_s=share)
+            step.num_prompt_tokens = sequence.newly_read()
+            step.halts = tuple(show_hidden(sequence, self._drafters, part.start, part.hidden, range(count)))
+            self._memory.share(sequence)
             records.append((sequence.stats, step))
         blocks: list[tuple[Sequence, Block]] = []
         for item in scored:
@@ -315,7 +321,7 @@ class Engine:
     def _settle(self, scored: Scored, share: float, records: list[tuple[RequestStats, StepStats]]) -> Block | None:
         """Verify and commit one sequence, and count it. A fault here is that sequence's own: it ends, the others go on."""
         sequence = scored.draft.sequence
-        num_prompt_tokens = sequence.num_pending if sequence.num_output == 0 else 0
+        has_read = sequence.num_pending > 1
         try:
             if not scored.is_sound:
                 raise ArithmeticError("the target's logits are NaN or infinite")
@@ -336,26 +342,36 @@ class Engine:
             self._finish(sequence, FinishReason.ERROR, _FAILED)
             return None
         counted = count_step(scored, verdict, block, verify_s=share, rule_s=rule_s)
-        counted.num_prompt_tokens = num_prompt_tokens
+        counted.num_prompt_tokens = sequence.newly_read()
+        if has_read:
+            self._memory.share(sequence)
         records.append((sequence.stats, counted))
         return block
 
     def _admit(self) -> None:
-        """Move waiting sequences to the running ones, in order of arrival, as far as slots and reserved rows go."""
-        reserved = sum(sequence.num_reserved for sequence in self._running)
+        """Move waiting sequences to the running ones, in order of arrival, as far as slots and rows go."""
         while self._waiting and len(self._running) < self.limits.max_num_seqs:
-            if reserved + self._waiting[0].num_reserved > self.target.pool.num_rows:
+            if not self._memory.has_room_for(self._waiting[0], self._running):
                 return
             sequence = self._waiting.popleft()
-            sequence.stats.admitted_s = time.monotonic()
-            reserved += sequence.num_reserved
+            sequence.stats.admitted_s = sequence.stats.admitted_s or time.monotonic()
+            self._memory.look_around(sequence, self._running)
             self._running.append(sequence)
 
-    def _split(self) -> tuple[list[tuple[Sequence, int]], list[Sequence]]:
-        """Sequences that still read their prompt, with the tokens they read in this step, and those that emit."""
-        chunk = self.limits.prefill_chunk
-        prefills = [(sequence, chunk) for sequence in self._running if sequence.num_pending > chunk]
-        return prefills, [sequence for sequence in self._running if sequence.num_pending <= chunk]
+    def _make_room(self, records: list[tuple[RequestStats, StepStats]]) -> Turn:
+        """What this step does. While there are not the rows for it, the youngest sequence goes back to the queue."""
+        while True:
+            turn = plan_turn(self._running, self.limits.prefill_chunk)
+            if turn.num_rows <= self._memory.num_available or len(self._running) == 1:
+                return turn
+            sequence = self._running.pop()
+            self._waiting.appendleft(sequence)
+            if sequence.has_begun:
+                sequence.stats.num_preemptions += 1
+                step = StepStats(sequence.schedule.name, arm=sequence.request.arm, num_preemptions=1)
+                records.append((sequence.stats, step))
+            close_drafters(sequence, self._drafters, keep=True)
+            self._memory.leave(sequence, keep=True)
 
     def _verify(self, scored: Scored) -> Verdict:
         sequence = scored.draft.sequence
@@ -385,8 +401,9 @@ class Engine:
     ) -> None:
         """End a request: free all it holds, send its last delta, tell the observers."""
         (self._running if sequence in self._running else self._waiting).remove(sequence)
-        close_drafters(sequence, self._drafters)
-        self.target.pool.release(sequence.rows.truncate(0))
+        is_sound = reason is not FinishReason.ERROR
+        close_drafters(sequence, self._drafters, keep=is_sound)
+        self._memory.leave(sequence, keep=is_sound)
         sequence.stats.finished_s = time.monotonic()
         with self._lock:
             self._open.discard(sequence.request.id)

@@ -90,7 +90,13 @@ def request(draft: Draft, ask: Ask, drafter: Drafter) -> DraftRequest:
     """`ask` with all that the drafter needs to answer it."""
     sequence = draft.sequence
     return DraftRequest(
-        state_of(sequence, drafter), sequence.tokens, draft.growth.tree, ask, sequence.request.sampling, sequence.rows.view()
+        state_of(sequence, drafter),
+        sequence.tokens,
+        draft.growth.tree,
+        ask,
+        sequence.request.sampling,
+        sequence.rows.view(),
+        None if sequence.lease is None else sequence.num_cached,
     )
 
 
@@ -106,8 +112,9 @@ def _worthwhile(
 ) -> tuple[str, Ask] | None:
     """The question to one of `names` that is worth most, narrowed to the part that is; None if there is none to ask."""
     schedule = draft.sequence.schedule
-    draft.turned_away.update((name, "halted") for name in names if name in draft.sequence.stats.halts)
-    able = [name for name in names if name not in draft.sequence.stats.halts and name not in draft.exhausted]
+    halted = [name for name in names if draft.sequence.is_without(name)]
+    draft.turned_away.update((name, "halted") for name in halted)
+    able = [name for name in names if name not in halted and name not in draft.exhausted]
     asks = [(name, ask) for name in able if (ask := draft.growth.ask(name)) is not None]
     draft.turned_away.update((name, "tree") for name in able if name not in dict(asks))
     if not asks:

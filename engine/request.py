@@ -103,10 +103,12 @@ class RequestStats:
     num_grafts: int = 0
     is_lossy: bool = False  # verified by a rule that may change the text
     num_lossy: int = 0  # tokens of the answer that such a rule accepted against the target's choice
+    num_cached_tokens: int = 0  # of the prompt, whose rows were there already when the request was first taken up
+    num_preemptions: int = 0  # times it gave its rows up to others and was taken up again
     accepted: list[int] = field(default_factory=list)  # per speculative step: drafted tokens accepted and emitted
     drafted: list[int] = field(default_factory=list)  # per speculative step: nodes sent to verification
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
-    halts: dict[str, str] = field(default_factory=dict)  # drafter -> why it stopped drafting for this request
+    halts: dict[str, str] = field(default_factory=dict)  # drafter -> why it stopped drafting for this request; "rows": paused
     arm: str = ""
     arrived_s: float = 0.0  # time.monotonic() values
     admitted_s: float = 0.0
@@ -168,7 +170,10 @@ class StepStats:
     num_drafts: int = 0  # sequences that verified at least one drafted node
     num_steps: int = 0  # sequences that emitted
     num_output_tokens: int = 0
-    num_prompt_tokens: int = 0  # prompt tokens the target was fed
+    num_prompt_tokens: int = 0  # prompt tokens the target was fed, or had in its cache
+    num_prefix_queries: int = 0  # prompt tokens looked up in the cache of beginnings
+    num_prefix_hits: int = 0  # of these, tokens whose rows were there
+    num_preemptions: int = 0  # sequences that gave their rows up to others
     num_verified_nodes: int = 0
     num_grafts: int = 0
     num_lossy: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from engine.constraint import Constraint
 from engine.request import DrafterCount, Request, RequestStats
 from engine.text import TextStream
 from models.kv_cache import RowList
+from models.prefix_cache import Lease
 from scheduler.acceptance import TextRecord
 from scheduler.schedule import Schedule
 from tree.tree import TokenTree
@@ -35,7 +37,8 @@ class Sequence:
     """Owned and written by the engine thread alone.
 
     `tokens` is the verified text, prompt first; its last token is the root of the next tree. `rows` are the target's cache
-    rows of `tokens` as far as it has been forwarded: all but the last token while decoding, less during prefill.
+    rows of `tokens` as far as it has been forwarded: all but the last token while decoding, less during prefill. A sequence
+    that had to give way has none and reads its text again, answer included.
     """
 
     request: Request
@@ -43,14 +46,20 @@ class Sequence:
     text: TextStream
     max_total: int  # tokens, prompt included, at which the answer ends
     end_tokens: frozenset[int]  # tokens that end the answer
-    num_reserved: int  # rows of the target's pool set aside at admission
     tokens: list[int]
     stats: RequestStats
     rows: RowList = field(default_factory=RowList)
     drafter_states: dict[str, Any] = field(default_factory=dict)
+    retry_at: dict[str, int] = field(default_factory=dict)  # drafter that ran out of rows -> length of text to ask it again at
     trees: deque[TreeRecord] = field(default_factory=deque)
     record: TextRecord = field(default_factory=TextRecord)  # how drafters have fared on this text
     constraint: Constraint | None = None  # where the answer is in its grammar, if it has one
+    has_begun: bool = False  # its rows may come in; before, it may wait for those of another
+    lease: Lease | None = None  # what of `rows` is the cache's too; None: nothing is cached
+    num_cached: int = 0  # rows that were there when it began
+    donor: Sequence | None = None  # who is reading the first `num_awaited` tokens of this text, too
+    num_awaited: int = 0
+    num_read: int = 0  # tokens of the prompt that were counted as read
     tally: Tally | None = None  # what penalties count in `tokens`; None until `tallied` is asked for it
 
     @property
@@ -88,6 +97,21 @@ class Sequence:
         """Deepest draft that can still be emitted: a step emits its path and one token more."""
         return self.max_total - len(self.tokens) - 1
 
+    def is_without(self, drafter: str) -> bool:
+        """Whether a drafter has given the sequence up, or has no rows for it for the time being."""
+        return drafter in self.stats.halts and len(self.tokens) < self.retry_at.get(drafter, len(self.tokens) + 1)
+
+    def awaits_rows(self, running: SequenceOf[Sequence]) -> bool:
+        """Whether another running sequence is still reading what this one will take over."""
+        donor = self.donor
+        return donor is not None and len(donor.rows) < self.num_awaited and any(other is donor for other in running)
+
+    def newly_read(self) -> int:
+        """Tokens of the prompt that have rows for the first time, cached ones included, since the last call."""
+        count = max(min(len(self.rows), self.num_prompt) - self.num_read, 0)
+        self.num_read += count
+        return count
+
     def tallied(self, logits: torch.Tensor) -> Tally:
         """The tally of `tokens` as they are now, for logits ``[rows, vocab]``; a call costs as much as was appended."""
         if self.tally is None:
@@ -109,7 +133,6 @@ def open_sequence(
         text=text,
         max_total=allowed,
         end_tokens=ends,
-        num_reserved=rows_needed(len(prompt), request.max_tokens, schedule.budget, max_model_len),
         tokens=prompt,
         stats=RequestStats(
             schedule=schedule.name,

@@ -2,7 +2,8 @@
 
 A row holds the keys and values of one token in every layer. Rows are handed out when a token is forwarded; committing a step
 keeps the rows of the accepted path in the sequence's list and gives the others back. Nothing is ever moved: attention gathers
-by index, so the order of rows in memory means nothing, and sharing a prefix would be sharing row numbers.
+by index, so the order of rows in memory means nothing, and sharing a prefix is sharing row numbers: a row counts its owners
+and is free again when the last of them has given it back (:mod:`models.prefix_cache`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,6 +21,17 @@ _INITIAL_CAPACITY = 256
 
 class OutOfRows(RuntimeError):
     """The pool has fewer free rows than asked for."""
+
+
+class Reserve(Protocol):
+    """Who owns rows that nobody is using, and gives them up when they are needed."""
+
+    @property
+    def num_unused(self) -> int:
+        """Rows that `evict` would free."""
+
+    def evict(self, count: int) -> None:
+        """Give `count` of them back to the pool."""
 
 
 class RowPool:
@@ -45,7 +58,8 @@ class RowPool:
         self.num_rows = num_rows
         # A stack: the rows freed last are still warm in the processor's cache and are handed out first.
         self._free = list(range(num_rows - 1, -1, -1))
-        self._taken = np.zeros(num_rows, dtype=bool)
+        self._owners = np.zeros(num_rows, dtype=np.int32)
+        self.reserve: Reserve | None = None
 
     @property
     def num_free(self) -> int:
@@ -54,20 +68,50 @@ class RowPool:
 
     @property
     def num_used(self) -> int:
-        """Rows owned by some sequence."""
+        """Rows owned by some sequence or by the reserve."""
         return self.num_rows - len(self._free)
 
+    @property
+    def num_available(self) -> int:
+        """Rows that can be taken: the free ones, and those that the reserve would give up."""
+        return len(self._free) + (self.reserve.num_unused if self.reserve is not None else 0)
+
     def allocate(self, count: int) -> list[int]:
-        """Take `count` rows; raises `OutOfRows`, and takes none, if there are not enough."""
+        """Take `count` rows, of the reserve only what is missing; raises `OutOfRows`, and takes none, if there are too few."""
         assert count >= 0, f"{count} rows wanted"
-        if count > len(self._free):
-            raise OutOfRows(f"{count} rows wanted, {len(self._free)} of {self.num_rows} free")
+        if count > self.num_available:
+            raise OutOfRows(f"{count} rows wanted, {self.num_available} of {self.num_rows} free or unused")
         if count == 0:
             return []
+        if count > len(self._free):
+            assert self.reserve is not None, "counted as available"
+            self.reserve.evict(count - len(self._free))
         rows = self._free[-count:][::-1]
         del self._free[-count:]
-        self._taken[rows] = True
+        self._owners[rows] = 1
         return rows
+
+    def share(self, rows: Sequence[int] | np.ndarray) -> None:
+        """Count one owner more of each of these rows, which have owners; no row twice in one call."""
+        index = np.asarray(rows, dtype=np.int64)
+        assert bool((self._owners[index] > 0).all()), "a free row cannot be shared"
+        self._owners[index] += 1
+
+    def owners(self) -> np.ndarray:
+        """How many owners each row has, int32 `[num_rows]`; a copy."""
+        return self._owners.copy()
+
+    def num_sound(self, rows: Sequence[int]) -> int:
+        """How many of these rows, from the first on, hold finite numbers only."""
+        if not rows:
+            return 0
+        index = torch.tensor(rows, dtype=torch.int64, device=self.keys.device)
+        total = torch.zeros(len(rows), dtype=torch.float32, device=self.keys.device)
+        for layer in range(len(self.keys)):
+            for part in (self.keys, self.values):  # a sum is NaN or infinite if one of its numbers is
+                total += part[layer].index_select(0, index).sum(dim=(1, 2), dtype=torch.float32)
+        broken = total.isfinite().logical_not().nonzero()
+        return int(broken[0]) if len(broken) else len(rows)
 
     @contextlib.contextmanager
     def taking(self, counts: Iterable[int]) -> Iterator[list[list[int]]]:
@@ -83,17 +127,21 @@ class RowPool:
             raise
 
     def release(self, rows: Iterable[int]) -> None:
-        """Give rows back. Giving back a row that is not taken is a fault of ours and raises."""
+        """Give rows back, each by one of its owners. Giving back a row that nobody owns is a fault of ours and raises."""
+        owners = self._owners
         for row in rows:
-            assert self._taken[row], f"row {row} released twice"
-            self._taken[row] = False
-            self._free.append(row)
+            left = owners[row] - 1
+            assert left >= 0, f"row {row} released twice"
+            owners[row] = left
+            if left == 0:
+                self._free.append(row)
 
     def check(self) -> None:
         """Assert that the free list and the books agree."""
         assert len(set(self._free)) == len(self._free), "a row is free twice"
-        assert int(self._taken.sum()) == self.num_used, "rows lost"
-        assert not self._taken[self._free].any() if self._free else True, "a free row is marked as taken"
+        assert int((self._owners > 0).sum()) == self.num_used, "rows lost"
+        assert int(self._owners.min()) >= 0, "a row was given back too often"
+        assert not self._owners[self._free].any() if self._free else True, "a free row has an owner"
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -123,6 +171,14 @@ class RowList:
             self._rows = grown
         self._rows[self._length : end] = rows
         self._length = end
+
+    def replace(self, start: int, rows: Sequence[int]) -> list[int]:
+        """Put other rows of the same tokens in the place of those from position `start` on, and return these."""
+        part = self._rows[start : min(start + len(rows), self._length)]
+        assert len(part) == len(rows), f"{len(rows)} rows at {start} of {self._length}"
+        replaced: list[int] = part.tolist()
+        part[:] = rows
+        return replaced
 
     def truncate(self, length: int) -> list[int]:
         """Drop every row from position `length` on and return the dropped ones."""

@@ -39,6 +39,7 @@ from models.toy import byte_tokenizer
 
 MAX_MODEL_LEN = 64
 MODEL = "toy/scripted"
+NOTHING_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}  # what the usage of its answers holds besides counts
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.http_engine import MAX_MODEL_LEN, MODEL, Server, alphabet, serve
+from tests.http_engine import MAX_MODEL_LEN, MODEL, NOTHING_CACHED, Server, alphabet, serve
 
 
 @pytest.fixture(scope="module", name="running")
@@ -32,7 +32,7 @@ def test_answer_has_the_shape_clients_parse(server: Server) -> None:
     assert body["model"] == MODEL
     assert isinstance(body["created"], int)
     assert body["choices"] == [{"index": 0, "text": alphabet(5), "logprobs": None, "finish_reason": "length"}]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7, **NOTHING_CACHED}
 
 
 @pytest.mark.parametrize("schedule", ["ar", "chain", "graft"])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from app.sse import event
-from tests.http_engine import MODEL, Server, alphabet, serve
+from tests.http_engine import MODEL, NOTHING_CACHED, Server, alphabet, serve
 
 
 @pytest.fixture(scope="module", name="running")
@@ -118,7 +118,7 @@ def test_streams_of_several_prompts_interleave_by_index(server: Server) -> None:
         mine = [choice for choice in choices if choice["index"] == index]
         assert "".join(choice["text"] for choice in mine) == alphabet(8)
         assert [choice["finish_reason"] for choice in mine] == [None] * (len(mine) - 1) + ["length"]
-    assert chunks[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 24, "total_tokens": 27}
+    assert chunks[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 24, "total_tokens": 27, **NOTHING_CACHED}
     finishes = [c for c in events(server.complete(**body)) if c["choices"][0]["finish_reason"]]
     own = [chunk["metrics"]["speculative_decoding"]["num_spec_steps"] for chunk in finishes]
     assert own == [3, 3, 3]
