@@ -15,6 +15,7 @@ from app.metrics import Metrics
 from app.prompts import Tokenizer
 from app.token_text import TokenTexts
 from app.tool_formats import ToolForms
+from app.trace import Tracing
 from engine.request import EngineStopped
 
 
@@ -40,11 +41,14 @@ class Serving:
     grammars: Grammars = field(init=False)
     tool_forms: ToolForms = field(init=False)
 
+    tracing: Tracing = field(init=False)
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "texts", TokenTexts(self.tokenizer))
         grammars = Grammars(self.tokenizer, vocab_size=self.engine.vocab_size, stop_tokens=self.engine.stop_tokens)
         object.__setattr__(self, "grammars", grammars)
         object.__setattr__(self, "tool_forms", ToolForms(self.tokenizer))
+        object.__setattr__(self, "tracing", Tracing(self.tokenizer, self.texts))
 
 
 def require_serving(request: HttpRequest) -> Serving:

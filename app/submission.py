@@ -15,6 +15,7 @@ from app.prompts import check_ids, fit
 from app.protocol import GenerationBody, Speculation
 from app.serving import Serving
 from engine.constraint import Grammar
+from app.trace import MAX_STEPS
 from engine.request import Delta, Request, RequestError
 from models.sampling import SamplingParams
 
@@ -84,6 +85,7 @@ def make_requests(
                 schedule=schedule,
                 budget=budget,
                 arm="" if assigned is None else assigned.label,
+                trace_steps=MAX_STEPS if body.wants_trace else 0,
             )
             requests.append(one)
     return requests

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Protocol
 
 from drafters.base import Drafter, KeepsRows
@@ -38,6 +39,7 @@ from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
 from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
+from engine.trace import StepTrace, trace_step
 from models.causal_lm import CausalLM
 from models.sampling import probabilities
 from scheduler.auto_budget import AutoBudget
@@ -325,6 +327,8 @@ class Engine:
             if self.auto is not None:
                 self.auto.verified(scored.draft.growth.tree, scored.nodes, verdict.path, sequence.record)
             block = commit(scored, verdict, self.target.pool, self._drafters)
+            if sequence.stats.num_steps < sequence.request.trace_steps:
+                block = replace(block, trace=_traced(scored, verdict, block, share))
         except ConstraintError as error:
             log.warning("request %s ends with an error: %s", sequence.request.id, error)
             self.target.pool.release(scored.rows)
@@ -377,7 +381,9 @@ class Engine:
         if block.finish is not None:
             self._finish(sequence, block.finish, block=block)
         else:
-            delta = Delta(sequence.request.id, block.token_ids, block.creators, block.text, block.logprobs)
+            delta = Delta(
+                sequence.request.id, block.token_ids, block.creators, block.text, block.logprobs, trace=block.trace
+            )
             self._send(sequence, delta)
 
     def _finish(
@@ -403,6 +409,7 @@ class Engine:
                 error=error,
                 stats=sequence.stats,
                 trees=tuple(sequence.trees),
+                trace=block.trace if block else None,
             ),
         )
 
@@ -418,3 +425,16 @@ class Engine:
                 call(observer)
             except Exception:
                 log.exception("an observer failed")
+
+
+def _traced(scored: Scored, verdict: Verdict, block: Block, verify_s: float) -> StepTrace:
+    """The step that made `block`, described; its tokens have been appended, but it has not been counted yet."""
+    sequence, num_tokens = scored.draft.sequence, len(block.token_ids)
+    return trace_step(
+        scored,
+        verdict,
+        index=sequence.stats.num_steps,
+        first_token=sequence.num_output - num_tokens,
+        num_tokens=num_tokens,
+        verify_s=verify_s,
+    )
