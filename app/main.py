@@ -28,7 +28,7 @@ from app.experiments.live import Experiments
 from app.experiments.store import Store
 from app.metrics import Metrics
 from app.middleware import Edge
-from app.routes import chat, completions, experiments, ops, tokens
+from app.routes import chat, completions, experiments, ops, pages, tokens
 from app.serving import LoadedEngine, Serving
 from app.version import version
 from verify import EVERY_VERIFIER
@@ -73,7 +73,7 @@ def create_app(
     for handled in HANDLED:
         app.add_exception_handler(handled, answer_error)
     app.add_middleware(Edge, metrics=metrics)
-    for routes in (completions, chat, tokens, ops, experiments):
+    for routes in (completions, chat, tokens, ops, experiments, pages):
         app.include_router(routes.router)
     return app
 
