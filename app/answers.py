@@ -25,9 +25,9 @@ from app.stickiness import stickiness_key
 from app.submission import leaves_schedule_open, make_requests
 from app.token_text import TokenTexts
 from app.tool_reading import CallPiece, Reader
-from engine.constraint import Grammar
 from app.trace import ChoiceTrace
-from engine.request import EngineStopped, RequestError, TokenLogprob
+from engine.constraint import Grammar
+from engine.request import Delta, EngineStopped, RequestError, TokenLogprob
 
 _log = logging.getLogger(__name__)
 _NESTED = {"schedule": "speculative.schedule", "budget": "speculative.budget"}  # engine's name -> the body's
@@ -201,8 +201,9 @@ async def answer(
     started = False
     try:
         assigned = _assign(http, serving, body, len(prompts))
-        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader)
         headers = {} if assigned is None else assigned.headers
+        emit = stream.emit if serving.spans is None else serving.spans.watch(stream.emit, http.headers)
+        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader, emit)
         if body.stream:
             response = EventStream(made.events(serving, wants_usage=body.wants_usage), stream.close)
             response.headers.update(headers)
@@ -242,6 +243,7 @@ def _submit(
     assigned: Assignment | None,
     grammar: Grammar | None,
     reader: Callable[[], Reader] | None,
+    emit: Callable[[Delta], None],
 ) -> _Answer:
     answer_id = dialect.id_prefix + uuid.uuid4().hex
     requests = make_requests(
@@ -249,7 +251,7 @@ def _submit(
         body,
         prompts,
         answer_id=answer_id,
-        emit=stream.emit,
+        emit=emit,
         prompt_param=dialect.prompt_param,
         default_limit=dialect.default_limit,
         assigned=assigned,

@@ -13,6 +13,7 @@ from app.experiments.live import Experiments
 from app.guided import Grammars
 from app.metrics import Metrics
 from app.prompts import Tokenizer
+from app.spans import Spans
 from app.token_text import TokenTexts
 from app.tool_formats import ToolForms
 from app.trace import Tracing
@@ -41,6 +42,7 @@ class Serving:
     grammars: Grammars = field(init=False)
     tool_forms: ToolForms = field(init=False)
 
+    spans: Spans | None = None  # where requests are reported to, if anywhere
     tracing: Tracing = field(init=False)
 
     def __post_init__(self) -> None:

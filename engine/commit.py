@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from drafters.base import Drafter
 from engine.draft import commit_drafters, show_hidden
 from engine.logprobs import token_logprobs
-from engine.request import DrafterCount, FinishReason, StepStats, TokenLogprob, add_up
+from engine.request import DrafterCount, FinishReason, StepStats, StepTimes, TokenLogprob, add_up
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
 from engine.trace import StepTrace
@@ -31,6 +31,7 @@ class Block:
     finish: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if the request asked
     trace: StepTrace | None = None  # if the request asked
+    times: StepTimes | None = None
 
 
 def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[str, Drafter]) -> Block:

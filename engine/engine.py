@@ -33,6 +33,7 @@ from engine.request import (
     RequestError,
     RequestStats,
     StepStats,
+    StepTimes,
 )
 from engine.score import Scored, score
 from engine.sequence import Sequence, open_sequence
@@ -281,12 +282,14 @@ class Engine:
         """Admit, draft, score, commit, emit."""
         self._admit()
         prefills, decoding = self._split()
-        begin, auto = time.perf_counter(), self.auto
+        begin, draft_ns, auto = time.perf_counter(), time.time_ns(), self.auto
         if auto is not None:
             begin_step(auto, prefills, decoding)
         drafts = grow_trees(decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
         chosen = choose_nodes(drafts, auto)
+        verify_ns = time.time_ns()
         fed, scored, verify_s = score(self.target, prefills, drafts, chosen)
+        commit_ns = time.time_ns()
         share = verify_s / max(len(prefills) + len(drafts), 1)
         num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in prefills)
         was_decoding = not prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
@@ -309,10 +312,11 @@ class Engine:
                 auto.stepped(names, tokens=tokens, ms=1000 * (time.perf_counter() - begin))
         since, self._counted_until = self._counted_until, time.perf_counter()
         close_step(records, self._counted_until - since, time.monotonic())
+        times = StepTimes(draft_ns, verify_ns, commit_ns, time.time_ns())
         # Observers first: whoever reads the counters right after an answer should find it counted.
         self._tell(lambda observer: observer.on_step(by_schedule(step for _, step in records)))
         for sequence, block in blocks:
-            self._emit(sequence, block)
+            self._emit(sequence, replace(block, times=times))
 
     def _settle(self, scored: Scored, share: float, records: list[tuple[RequestStats, StepStats]]) -> Block | None:
         """Verify and commit one sequence, and count it. A fault here is that sequence's own: it ends, the others go on."""
@@ -382,7 +386,13 @@ class Engine:
             self._finish(sequence, block.finish, block=block)
         else:
             delta = Delta(
-                sequence.request.id, block.token_ids, block.creators, block.text, block.logprobs, trace=block.trace
+                sequence.request.id,
+                block.token_ids,
+                block.creators,
+                block.text,
+                block.logprobs,
+                trace=block.trace,
+                times=block.times,
             )
             self._send(sequence, delta)
 
@@ -410,6 +420,7 @@ class Engine:
                 stats=sequence.stats,
                 trees=tuple(sequence.trees),
                 trace=block.trace if block else None,
+                times=block.times if block else None,
             ),
         )
 

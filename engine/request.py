@@ -149,6 +149,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When the phases of an engine step began, which all its sequences went through together; ``time.time_ns()`` values."""
+
+    draft_ns: int
+    verify_ns: int
+    commit_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step adds to one request."""
 
@@ -162,6 +172,7 @@ class Delta:
     stats: RequestStats | None = None  # with the last delta
     trees: tuple[object, ...] = ()  # with the last delta: TreeRecord, if asked for
     trace: StepTrace | None = None  # of the step behind this delta, if asked for
+    times: StepTimes | None = None  # of the same step
 
 
 @dataclass(slots=True)

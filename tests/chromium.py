@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
-import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-REQUIRED = os.environ.get("GRAFTSERVE_REQUIRE_TOOLS") == "1"
+from tests.tools import tool
+
 ARGUMENTS = (
     "--headless",
     "--no-sandbox",
@@ -24,15 +22,14 @@ ARGUMENTS = (
     "--disable-sync",
 )
 
+expect.set_options(timeout=20_000)  # for machines that run other things too
+
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser; skips where none is installed, unless the environment says that tools are required."""
     names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-    executable = next((found for name in names if (found := shutil.which(name))), None)
-    if executable is None:
-        message = "no Chromium on this machine (Debian: apt-get install chromium)"
-        pytest.fail(message) if REQUIRED else pytest.skip(message)
+    executable = tool(*names, hint="Debian: apt-get install chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS))
         yield browser

@@ -4,7 +4,7 @@ import { intervals } from "/static/chart.js";
 import { element } from "/static/dom.js";
 import { short } from "/static/format.js";
 
-const signed = (value) => `${value > 0 ? "+" : ""}${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)} %`;
+const signed = (value) => (value === 0 ? "0 %" : `${value > 0 ? "+" : ""}${(100 * value).toFixed(Math.abs(value) < 0.0995 ? 1 : 0)} %`);
 const share = (value) => `${Math.round(100 * value)} %`;
 
 /** `act(name, action, body, said)` does something to it; null: only looking. */

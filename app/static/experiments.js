@@ -10,11 +10,15 @@ const EVERY_MS = 5000; // between two looks
 const ADMIN = "/admin/experiments";
 
 const find = (id) => document.getElementById(id);
-const keys = new KeyDialog(adminKey, find, refresh);
 const arms = new ArmForm(find("new-arms"), find("add-arm"));
 let isAdmin = false;
+let isRefused = false; // with the key that is set now; asking again would only fill logs
 let seen = ""; // what is drawn, so that nothing is touched while nothing changes
 
+new KeyDialog(adminKey, find, () => {
+  isRefused = false;
+  refresh();
+});
 find("open-new").addEventListener("click", () => openForm(true));
 find("cancel-new").addEventListener("click", () => openForm(false));
 find("new").addEventListener("submit", (event) => {
@@ -51,6 +55,7 @@ async function refresh() {
 
 /** The admin's view, or the public one where the server does not take us for an admin. */
 async function look() {
+  if (isRefused) return call("/v1/experiments");
   try {
     const overview = await call(ADMIN, { key: adminKey.value ? adminKey : undefined });
     isAdmin = true;
@@ -58,6 +63,7 @@ async function look() {
   } catch (error) {
     if (error.status !== 401 && error.status !== 403) throw error;
     isAdmin = false;
+    isRefused = true;
     if (error.status === 401 && adminKey.value) notice(error.message, true);
     return call("/v1/experiments");
   }
