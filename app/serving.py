@@ -38,11 +38,10 @@ class Serving:
     model: str  # name in the API
     created: int  # Unix time at which the model was ready
     experiments: Experiments
+    spans: Spans | None = None  # where requests are reported to, if anywhere
     texts: TokenTexts = field(init=False)  # read on the event loop only
     grammars: Grammars = field(init=False)
     tool_forms: ToolForms = field(init=False)
-
-    spans: Spans | None = None  # where requests are reported to, if anywhere
     tracing: Tracing = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Programs of the machine that some tests need: skipped without them, or failed where GRAFTSERVE_REQUIRE_TOOLS=1 says so.
 
-The variable is taken out of the environment at once: to a server started by a test it would be a misspelled setting.
+REQUIRE_TOOLS=1 does the same. The first one is taken out of the environment at once: to a server started by a test it would be a misspelled setting.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import pytest
 
-REQUIRED = os.environ.pop("GRAFTSERVE_REQUIRE_TOOLS", "") == "1"
+REQUIRED = "1" in (os.environ.pop("GRAFTSERVE_REQUIRE_TOOLS", ""), os.environ.get("REQUIRE_TOOLS"))
 
 
 def tool(*names: str, hint: str) -> str:
