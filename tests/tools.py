@@ -1,6 +1,7 @@
 """Programs of the machine that some tests need: skipped without them, or failed where GRAFTSERVE_REQUIRE_TOOLS=1 says so.
 
-REQUIRE_TOOLS=1 does the same. The first one is taken out of the environment at once: to a server started by a test it would be a misspelled setting.
+REQUIRE_TOOLS=1 does the same. The first one is taken out of the environment at once: to a server started by a test it would
+be a misspelled setting.
 """
 
 from __future__ import annotations
