@@ -159,6 +159,32 @@ def test_an_experiment_is_started_from_the_form(server: Server, browser: Browser
         assert body == {"name": "third", "mode": "fixed", "alpha": 0.05, "guard": 0.05, "arms": arms}
 
 
+@pytest.mark.parametrize("admin_key", [None, KEY])
+def test_the_page_runs_an_experiment_on_a_real_server(browser: Browser, admin_key: str | None) -> None:
+    """What the tests above pretend must be what the server does: with a key, and without one on the same machine."""
+    with serve(admin_key=admin_key) as server, opened(browser, f"{server.url}/experiments", faults=admin_key is not None) as page:
+        if admin_key is not None:
+            expect(page.locator("#summary")).to_contain_text("needs the admin key")
+            page.get_by_role("button", name="Admin key").click()
+            page.get_by_label("Key", exact=True).fill(admin_key)
+            page.get_by_role("button", name="Use").click()
+        page.get_by_role("button", name="New experiment").click()
+        page.get_by_label("Name", exact=True).fill("first")
+        page.get_by_role("button", name="Start", exact=True).click()
+        card = page.locator(".card[data-experiment=first]")
+        expect(card.locator(".badge")).to_have_text("running")
+        card.get_by_label("Weight of candidate").fill("3")
+        card.get_by_role("button", name="Set weights").click()
+        expect(card.locator("tbody tr").nth(1)).to_contain_text("75 %")
+        card.get_by_label("Arm to promote").select_option("candidate")
+        card.get_by_role("button", name="Promote").click()
+        card.get_by_role("button", name="Promote: sure?").click()
+        expect(card.locator(".badge")).not_to_have_text("running")
+        schedules = server.client.get("/v1/schedules").json()["data"]
+        assert [one["name"] for one in schedules if one["default"]] == ["graft"]
+        assert server.client.get("/v1/experiments").json()["data"][0]["name"] == "first"
+
+
 def test_without_the_admin_key_there_is_only_something_to_see(server: Server, browser: Browser) -> None:
     """The public view has no buttons that would fail, and the refused call is not repeated."""
     api = Api(locked=True)

@@ -47,7 +47,8 @@ export class Pane {
 
   chosen() {
     const schedule = this.known.get(this.schedule.value);
-    this.budget.placeholder = String(schedule.budget);
+    this.budget.placeholder = schedule.auto ? "auto" : String(schedule.budget);
+    this.budget.title = schedule.auto ? `As many nodes as pay, ${schedule.budget} at most` : "";
     this.budget.disabled = schedule.budget === 1;
     if (this.budget.disabled) this.budget.value = "";
     this.about.textContent = schedule.description;
