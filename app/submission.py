@@ -14,8 +14,8 @@ from app.experiments.outcome import Assignment
 from app.prompts import check_ids, fit
 from app.protocol import GenerationBody, Speculation
 from app.serving import Serving
-from engine.constraint import Grammar
 from app.trace import MAX_STEPS
+from engine.constraint import Grammar
 from engine.request import Delta, Request, RequestError
 from models.sampling import SamplingParams
 
