@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from app.answer_trace import ChoiceTrace
 from app.bridge import DeltaStream
 from app.choice import Choice
 from app.disconnect import ClientGone, unless_gone
@@ -25,7 +26,6 @@ from app.stickiness import stickiness_key
 from app.submission import leaves_schedule_open, make_requests
 from app.token_text import TokenTexts
 from app.tool_reading import CallPiece, Reader
-from app.trace import ChoiceTrace
 from engine.constraint import Grammar
 from engine.request import Delta, EngineStopped, RequestError, TokenLogprob
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import Depends
 from starlette.requests import Request as HttpRequest
 
+from app.answer_trace import Tracing
 from app.bridge import Engine
 from app.experiments.live import Experiments
 from app.guided import Grammars
@@ -16,7 +17,6 @@ from app.prompts import Tokenizer
 from app.spans import Spans
 from app.token_text import TokenTexts
 from app.tool_formats import ToolForms
-from app.trace import Tracing
 from engine.request import EngineStopped
 
 

@@ -9,12 +9,12 @@ from hashlib import blake2b
 from struct import pack
 from typing import Literal
 
+from app.answer_trace import MAX_STEPS
 from app.errors import shorten
 from app.experiments.outcome import Assignment
 from app.prompts import check_ids, fit
 from app.protocol import GenerationBody, Speculation
 from app.serving import Serving
-from app.trace import MAX_STEPS
 from engine.constraint import Grammar
 from engine.request import Delta, Request, RequestError
 from models.sampling import SamplingParams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +10,9 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from tests.tools import tool
+from tests.required_tools import required_tool
 
+OTHER_NAMES = ("chromium-browser", "google-chrome-stable", "google-chrome")
 ARGUMENTS = (
     "--headless",
     "--no-sandbox",
@@ -28,8 +30,7 @@ expect.set_options(timeout=20_000)  # for machines that run other things too
 @contextmanager
 def chromium() -> Iterator[Browser]:
     """A browser; skips where none is installed, unless the environment says that tools are required."""
-    names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
-    executable = tool(*names, hint="Debian: apt-get install chromium")
+    executable = next(filter(None, map(shutil.which, OTHER_NAMES)), None) or required_tool("chromium", "chromium")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=executable, args=list(ARGUMENTS))
         yield browser

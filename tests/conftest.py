@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, settings
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from models import toy
-from tests import tools  # noqa: F401  (takes its variable out of the environment before anything else looks)
 
 # Machines that run tests are shared: no deadlines. Derandomized: a failure must not come and go.
 settings.register_profile(

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from app import trace
+from app import answer_trace
+from app.answer_trace import ByteBound, ChoiceTrace
 from app.serving import LoadedEngine
 from app.token_authors import TokenAuthors
 from app.token_text import TokenTexts
-from app.trace import ByteBound, ChoiceTrace
 from engine.request import Delta
 from models.toy import byte_tokenizer
 from tests.engine_world import World
@@ -171,7 +171,7 @@ def test_a_trace_is_cut_after_a_number_of_steps_and_says_so(server: Server, monk
 
 def test_a_trace_is_cut_after_a_number_of_bytes_and_says_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wide trees reach the bound of bytes first; what is sent stays below it."""
-    monkeypatch.setattr(trace, "ByteBound", lambda: ByteBound(6000))
+    monkeypatch.setattr(answer_trace, "ByteBound", lambda: ByteBound(6000))
     choice = server.complete(**ASK).json()["choices"][0]
     steps = choice["graft"]["steps"]
     assert 1 <= len(steps) and len(json.dumps(steps, separators=(",", ":"))) <= 6000 + len(steps) + 1
