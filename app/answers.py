@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 
+from app.answer_trace import ChoiceTrace
 from app.bridge import DeltaStream
 from app.choice import Choice
 from app.disconnect import ClientGone, unless_gone
@@ -26,7 +27,7 @@ from app.submission import leaves_schedule_open, make_requests
 from app.token_text import TokenTexts
 from app.tool_reading import CallPiece, Reader
 from engine.constraint import Grammar
-from engine.request import EngineStopped, RequestError, TokenLogprob
+from engine.request import Delta, EngineStopped, RequestError, TokenLogprob
 
 _log = logging.getLogger(__name__)
 _NESTED = {"schedule": "speculative.schedule", "budget": "speculative.budget"}  # engine's name -> the body's
@@ -75,6 +76,7 @@ class _Answer:
     has_logprobs: bool
     num_drawn: int  # choices per prompt
     num_kept: int  # of these the best are given back
+    traces: list[ChoiceTrace]  # one per choice, if asked for
     id: str
     created: int
 
@@ -105,6 +107,10 @@ class _Answer:
         ranked = (sorted(indices, key=lambda index: -self.choices[index].mean_logprob) for indices in prompts)
         return [index for indices in ranked for index in indices[: self.num_kept]]
 
+    def graft(self, index: int) -> dict[str, Any]:
+        """What there is to tell of a choice's drafting since the last call, if it was asked for."""
+        return {"graft": self.traces[index].give()} if self.traces else {}
+
     async def whole(self) -> dict[str, Any]:
         """The body of a whole answer."""
         pieces: list[list[str]] = [[] for _ in self.choices]
@@ -112,6 +118,8 @@ class _Answer:
         calls: list[list[CallPiece]] = [[] for _ in self.choices]
         async for index, delta in self.stream:
             piece = self.choices[index].take(delta)
+            if self.traces:
+                self.traces[index].take(delta)
             pieces[index].append(piece.text)
             tokens[index].extend(piece.logprobs)
             calls[index].extend(piece.calls)
@@ -123,6 +131,7 @@ class _Answer:
                 self.dialect.logprobs(tokens[index], self.texts) if self.has_logprobs else None,
                 calls[index],
             )
+            | self.graft(index)
             for place, index in enumerate(self.kept())
         ]
         return {
@@ -150,14 +159,18 @@ class _Answer:
             async for index, delta in self.stream:
                 choice = self.choices[index]
                 piece = choice.take(delta)
+                if self.traces:
+                    self.traces[index].take(delta)
                 tokens = piece.logprobs
                 if piece.text or piece.calls:
-                    yield chunk(self.dialect.piece(index, piece.text, logprobs(tokens), piece.calls))
+                    said = self.dialect.piece(index, piece.text, logprobs(tokens), piece.calls)
+                    yield chunk(said | self.graft(index))
                     tokens = []
                 if delta.finish_reason is not None:
                     # With a usage chunk to come the numbers ride that one, as the sum over all choices.
                     metrics = {} if wants_usage else self.metrics([choice])
-                    yield chunk(self.dialect.ending(index, choice.reason, logprobs(tokens)), **metrics)
+                    ending = self.dialect.ending(index, choice.reason, logprobs(tokens)) | self.graft(index)
+                    yield chunk(ending, **metrics)
             if wants_usage:
                 yield event({**head, "choices": [], "usage": self.usage(), **self.metrics(self.choices)})
         except Exception as error:
@@ -191,8 +204,9 @@ async def answer(
     started = False
     try:
         assigned = _assign(http, serving, body, len(prompts))
-        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader)
         headers = {} if assigned is None else assigned.headers
+        emit = stream.emit if serving.spans is None else serving.spans.watch(stream.emit, http.headers)
+        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader, emit)
         if body.stream:
             response = EventStream(made.events(serving, wants_usage=body.wants_usage), stream.close)
             response.headers.update(headers)
@@ -232,6 +246,7 @@ def _submit(
     assigned: Assignment | None,
     grammar: Grammar | None,
     reader: Callable[[], Reader] | None,
+    emit: Callable[[Delta], None],
 ) -> _Answer:
     answer_id = dialect.id_prefix + uuid.uuid4().hex
     requests = make_requests(
@@ -239,7 +254,7 @@ def _submit(
         body,
         prompts,
         answer_id=answer_id,
-        emit=stream.emit,
+        emit=emit,
         prompt_param=dialect.prompt_param,
         default_limit=dialect.default_limit,
         assigned=assigned,
@@ -265,6 +280,7 @@ def _submit(
         has_logprobs=body.num_logprobs is not None,
         num_drawn=body.num_drawn,
         num_kept=body.num_choices,
+        traces=serving.tracing.choices(len(requests)) if body.wants_trace else [],
         id=answer_id,
         created=int(time.time()),
     )

@@ -118,6 +118,11 @@ class Settings(BaseSettings):
         min_length=8,
         description="Key of the admin API, as a bearer token; none: it answers this machine only. Better set by environment.",
     )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        pattern=r"^https?://[^\s/]+(/\S*)?$",
+        description="Collector that gets a span per request and step, by OTLP over HTTP, as http://HOST:4318; none: no spans.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."
     )

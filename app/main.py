@@ -28,8 +28,9 @@ from app.experiments.live import Experiments
 from app.experiments.store import Store
 from app.metrics import Metrics
 from app.middleware import Edge
-from app.routes import chat, completions, experiments, ops, tokens
+from app.routes import chat, completions, experiments, ops, pages, tokens
 from app.serving import LoadedEngine, Serving
+from app.spans import Spans, open_spans
 from app.version import version
 from verify import EVERY_VERIFIER
 
@@ -64,6 +65,8 @@ def create_app(
             if serving is not None:
                 await to_thread.run_sync(serving.engine.stop)
                 await to_thread.run_sync(serving.experiments.close)
+                if serving.spans is not None:
+                    await to_thread.run_sync(serving.spans.close)
 
     app = FastAPI(title="graftserve", version=version(), lifespan=lifespan)
     app.state.serving = None
@@ -73,7 +76,7 @@ def create_app(
     for handled in HANDLED:
         app.add_exception_handler(handled, answer_error)
     app.add_middleware(Edge, metrics=metrics)
-    for routes in (completions, chat, tokens, ops, experiments):
+    for routes in (completions, chat, tokens, ops, experiments, pages):
         app.include_router(routes.router)
     return app
 
@@ -86,8 +89,11 @@ async def _become_ready(
     on_failure: Callable[[BaseException], None] | None,
 ) -> None:
     store: Store | None = None
+    spans: Spans | None = None
     try:
         store = await _in_own_thread(lambda: Store(settings.state_dir))  # first: it fails in no time if it fails
+        if settings.otlp_endpoint is not None:
+            spans = open_spans(settings.otlp_endpoint)
         loaded = await _in_own_thread(load)
         engine = loaded.engine
         metrics.attach(engine)
@@ -97,6 +103,8 @@ async def _become_ready(
         engine.start()
     except Exception as error:
         app.state.failure = error
+        if spans is not None:
+            spans.close()
         _log.error("the model could not be loaded: %s", error)
         if on_failure is not None:
             on_failure(error)
@@ -105,7 +113,10 @@ async def _become_ready(
         if store is not None:
             store.close()
     name = settings.served_model_name or engine.model_id
-    app.state.serving = Serving(engine, loaded.tokenizer, metrics, model=name, created=int(time.time()), experiments=trials)
+    created = int(time.time())
+    app.state.serving = Serving(
+        engine, loaded.tokenizer, metrics, model=name, created=created, experiments=trials, spans=spans
+    )
     _log.info("serving %s", name)
 
 

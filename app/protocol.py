@@ -45,6 +45,7 @@ class Speculation(Body):
     enabled: bool | None = Field(None, description="false: decode without drafting, which is the schedule 'ar'.")
     schedule: str | None = Field(None, description="A name from /v1/schedules.")
     budget: Budget | None = Field(None, description="Nodes verified per step, root included; auto: as many as pay.")
+    trace: bool | None = Field(None, description="Choices carry their draft trees and who drafted each token. Default false.")
 
 
 class StreamOptions(Body):
@@ -215,6 +216,11 @@ class GenerationBody(GuidedBody):
             if value is not None:
                 return name, value
         return None
+
+    @property
+    def wants_trace(self) -> bool:
+        """Whether choices carry their draft trees."""
+        return self.speculative is not None and bool(self.speculative.trace)
 
     @property
     def wants_usage(self) -> bool:

@@ -9,6 +9,7 @@ from hashlib import blake2b
 from struct import pack
 from typing import Literal
 
+from app.answer_trace import MAX_STEPS
 from app.errors import shorten
 from app.experiments.outcome import Assignment
 from app.prompts import check_ids, fit
@@ -84,6 +85,7 @@ def make_requests(
                 schedule=schedule,
                 budget=budget,
                 arm="" if assigned is None else assigned.label,
+                trace_steps=MAX_STEPS if body.wants_trace else 0,
             )
             requests.append(one)
     return requests

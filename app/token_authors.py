@@ -15,30 +15,45 @@ from engine.text import TextStream
 
 
 class TokenAuthors:
-    """Splits the text of one answer's deltas, in order, by author. The pieces joined are the deltas' texts joined."""
+    """Splits the text of one answer's deltas, in order, by token. The pieces joined are the deltas' texts joined."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], byte_ids: Set[int] = frozenset()) -> None:
         """`decode` and `byte_ids` as the engine has them."""
         self._stream = TextStream(decode, byte_ids=byte_ids)
-        self._owed: deque[tuple[int, str]] = deque()  # characters that are still to come from the engine, by author
-        self._last = "target"
+        self._owed: deque[tuple[int, int]] = deque()  # characters that are still to come from the engine, by token
+        self._creators: list[str] = []
+
+    def creator(self, index: int) -> str:
+        """Who drafted the token at that place of the answer; "target" before the first one."""
+        return self._creators[index] if self._creators else "target"
 
     def split(self, delta: Delta) -> list[tuple[str, str]]:
         """(text, author) pieces of one delta, none of them empty."""
+        return [(text, self.creator(index)) for text, index in self.split_by_token(delta)]
+
+    def split_by_token(self, delta: Delta) -> list[tuple[str, int]]:
+        """(text, place in the answer of the token that completed it), no text empty.
+
+        A token without text of its own is not among them; one whose end the engine holds back comes twice.
+        """
         for token, creator in zip(delta.token_ids, delta.creators, strict=True):
-            self._last = creator
+            self._creators.append(creator)
             self._owe(self._stream.push(token).text)
         if delta.finish_reason is not None:
             self._owe(self._stream.finish())
-        pieces: list[tuple[str, str]] = []
+        pieces: list[tuple[str, int]] = []
         text = delta.text
         while text:
-            length, author = self._owed.popleft() if self._owed else (len(text), self._last)
-            pieces.append((text[:length], author))
+            length, index = self._owed.popleft() if self._owed else (len(text), self._last)
+            pieces.append((text[:length], index))
             if length > len(text):
-                self._owed.appendleft((length - len(text), author))
+                self._owed.appendleft((length - len(text), index))
             text = text[length:]
         return pieces
+
+    @property
+    def _last(self) -> int:
+        return max(len(self._creators) - 1, 0)
 
     def _owe(self, text: str) -> None:
         if text:

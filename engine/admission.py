@@ -118,6 +118,8 @@ def check_request(
         raise RequestError("a stop string must not be empty", param="stop")
     if request.keep_trees < 0:
         raise RequestError(f"keep_trees must be at least 0, not {request.keep_trees}", param="keep_trees")
+    if request.trace_steps < 0:
+        raise RequestError(f"trace_steps must be at least 0, not {request.trace_steps}", param="trace_steps")
     if num_prompt < 1:
         raise RequestError("the prompt is empty", param="prompt")
     if request.max_tokens is not None and request.max_tokens < 1:

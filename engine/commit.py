@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from drafters.base import Drafter
 from engine.draft import commit_drafters, show_hidden
 from engine.logprobs import token_logprobs
-from engine.request import DrafterCount, FinishReason, StepStats, TokenLogprob, add_up
+from engine.request import DrafterCount, FinishReason, StepStats, StepTimes, TokenLogprob, add_up
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
+from engine.trace import StepTrace
 from models.kv_cache import RowPool
 from tree.policies.adaptive_shape import AdaptiveShape
 from verify.base import Verdict
@@ -29,6 +30,8 @@ class Block:
     text: str
     finish: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if the request asked
+    trace: StepTrace | None = None  # if the request asked
+    times: StepTimes | None = None
 
 
 def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[str, Drafter]) -> Block:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from typing import Protocol
 
 from drafters.base import Drafter, KeepsRows
@@ -34,12 +35,14 @@ from engine.request import (
     RequestError,
     RequestStats,
     StepStats,
+    StepTimes,
 )
 from engine.score import Scored, score
 from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
 from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
+from engine.trace import StepTrace, trace_step
 from engine.turn import Turn, fitting_nodes, plan_turn
 from models.causal_lm import CausalLM
 from models.sampling import probabilities
@@ -283,14 +286,16 @@ class Engine:
     def step(self) -> None:
         """Admit, draft, score, commit, emit."""
         self._admit()
-        begin, auto = time.perf_counter(), self.auto
+        begin, draft_ns, auto = time.perf_counter(), time.time_ns(), self.auto
         records = self._memory.begin_ready(self._running)
         turn = self._make_room(records)
         if auto is not None:
             begin_step(auto, turn.prefills, turn.decoding)
         drafts = grow_trees(turn.decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
         chosen = fitting_nodes(drafts, choose_nodes(drafts, auto), self._memory.num_available - turn.num_rows)
+        verify_ns = time.time_ns()
         fed, scored, verify_s = score(self.target, turn.prefills, drafts, chosen)
+        commit_ns = time.time_ns()
         share = verify_s / max(len(fed) + len(drafts), 1)
         num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in turn.prefills)
         was_decoding = not turn.prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
@@ -313,10 +318,11 @@ class Engine:
                 auto.stepped(names, tokens=tokens, ms=1000 * (time.perf_counter() - begin))
         since, self._counted_until = self._counted_until, time.perf_counter()
         close_step(records, self._counted_until - since, time.monotonic())
+        times = StepTimes(draft_ns, verify_ns, commit_ns, time.time_ns())
         # Observers first: whoever reads the counters right after an answer should find it counted.
         self._tell(lambda observer: observer.on_step(by_schedule(step for _, step in records)))
         for sequence, block in blocks:
-            self._emit(sequence, block)
+            self._emit(sequence, replace(block, times=times))
 
     def _settle(self, scored: Scored, share: float, records: list[tuple[RequestStats, StepStats]]) -> Block | None:
         """Verify and commit one sequence, and count it. A fault here is that sequence's own: it ends, the others go on."""
@@ -331,6 +337,8 @@ class Engine:
             if self.auto is not None:
                 self.auto.verified(scored.draft.growth.tree, scored.nodes, verdict.path, sequence.record)
             block = commit(scored, verdict, self.target.pool, self._drafters)
+            if sequence.stats.num_steps < sequence.request.trace_steps:
+                block = replace(block, trace=_traced(scored, verdict, block, share))
         except ConstraintError as error:
             log.warning("request %s ends with an error: %s", sequence.request.id, error)
             self.target.pool.release(scored.rows)
@@ -393,7 +401,15 @@ class Engine:
         if block.finish is not None:
             self._finish(sequence, block.finish, block=block)
         else:
-            delta = Delta(sequence.request.id, block.token_ids, block.creators, block.text, block.logprobs)
+            delta = Delta(
+                sequence.request.id,
+                block.token_ids,
+                block.creators,
+                block.text,
+                block.logprobs,
+                trace=block.trace,
+                times=block.times,
+            )
             self._send(sequence, delta)
 
     def _finish(
@@ -420,6 +436,8 @@ class Engine:
                 error=error,
                 stats=sequence.stats,
                 trees=tuple(sequence.trees),
+                trace=block.trace if block else None,
+                times=block.times if block else None,
             ),
         )
 
@@ -435,3 +453,16 @@ class Engine:
                 call(observer)
             except Exception:
                 log.exception("an observer failed")
+
+
+def _traced(scored: Scored, verdict: Verdict, block: Block, verify_s: float) -> StepTrace:
+    """The step that made `block`, described; its tokens have been appended, but it has not been counted yet."""
+    sequence, num_tokens = scored.draft.sequence, len(block.token_ids)
+    return trace_step(
+        scored,
+        verdict,
+        index=sequence.stats.num_steps,
+        first_token=sequence.num_output - num_tokens,
+        num_tokens=num_tokens,
+        verify_s=verify_s,
+    )

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from engine.constraint import Grammar
 from models.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from engine.trace import StepTrace
 
 MAX_LOGPROBS = 20  # alternatives per token
 
@@ -46,6 +49,7 @@ class Request:
     grammar: Grammar | None = None  # what the answer must be a text of; None: anything
     keep_trees: int = 0  # draft trees to hand out with the last delta (newest last)
     arm: str = ""  # "experiment/arm" of a comparison; only counted by, so never as many as there are requests
+    trace_steps: int = 0  # first steps that are described in their deltas
 
 
 @dataclass(slots=True)
@@ -147,6 +151,16 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimes:
+    """When the phases of an engine step began, which all its sequences went through together; ``time.time_ns()`` values."""
+
+    draft_ns: int
+    verify_ns: int
+    commit_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one step adds to one request."""
 
@@ -159,6 +173,8 @@ class Delta:
     error: str | None = None
     stats: RequestStats | None = None  # with the last delta
     trees: tuple[object, ...] = ()  # with the last delta: TreeRecord, if asked for
+    trace: StepTrace | None = None  # of the step behind this delta, if asked for
+    times: StepTimes | None = None  # of the same step
 
 
 @dataclass(slots=True)

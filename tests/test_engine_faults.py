@@ -421,7 +421,7 @@ def test_a_stop_asked_for_on_the_engine_thread_does_not_wait_for_itself(tiny_mod
         assert world.run("abc").finish is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(("option", "value"), [("stop", ("",)), ("keep_trees", -1)])
+@pytest.mark.parametrize(("option", "value"), [("stop", ("",)), ("keep_trees", -1), ("trace_steps", -1)])
 def test_values_that_only_break_later_are_refused_at_the_door(tiny_model: TinyModel, option: str, value: object) -> None:
     """What the sequence's own parts would choke on must be refused on the caller's thread."""
     with World(tiny_model("llama", VOCAB, 11)) as world:

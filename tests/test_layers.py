@@ -30,6 +30,7 @@ ONLY_IN: dict[str, set[str]] = {
     "prometheus_client": {"app"},
     "typer": {"app"},
     "pydantic_settings": {"app"},
+    "opentelemetry": {"app"},
 }
 READS_ENVIRONMENT = {"models/embedded.py"}  # besides app/
 

@@ -48,6 +48,13 @@ def test_the_drafters_of_the_embedded_model_are_in_the_wheel(wheel_names: list[s
     assert sum(file.stat().st_size for file in (ROOT / "drafters" / "pretrained").rglob("*")) < 40e6
 
 
+def test_the_pages_are_in_the_wheel(wheel_names: list[str]) -> None:
+    """Files that are no modules are easily left out, and the playground would be 404 after installing."""
+    pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "app" / "static").iterdir()}
+    assert "app/static/index.html" in pages
+    assert pages <= set(wheel_names)
+
+
 def test_every_folder_with_modules_is_a_package() -> None:
     """Without an `__init__.py` a folder becomes a namespace that a stranger's folder of the same name can join."""
     folders = {path.parent for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
