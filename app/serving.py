@@ -12,6 +12,7 @@ from app.bridge import Engine
 from app.experiments.live import Experiments
 from app.guided import Grammars
 from app.metrics import Metrics
+from app.pace import Pace
 from app.prompts import Tokenizer
 from app.token_text import TokenTexts
 from app.tool_formats import ToolForms
@@ -36,6 +37,8 @@ class Serving:
     model: str  # name in the API
     created: int  # Unix time at which the model was ready
     experiments: Experiments
+    pace: Pace = field(default_factory=Pace)
+    request_timeout_s: float | None = None  # None: no limit
     texts: TokenTexts = field(init=False)  # read on the event loop only
     grammars: Grammars = field(init=False)
     tool_forms: ToolForms = field(init=False)

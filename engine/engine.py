@@ -161,11 +161,11 @@ class Engine:
         self._accepting = True
 
     def health(self) -> str:
-        """ "ok", "stalled", "stopped" or "failed: why"."""
+        """ "ok", "stalled", "stopping" while accepted requests finish, "stopped" or "failed: why"."""
         if self._failure is not None:
             return f"failed: {self._failure}"
         if not self._accepting or not self._thread.is_alive():
-            return "stopped"
+            return "stopping" if self._thread.is_alive() and self._stop_at is not None else "stopped"
         if self._open and time.monotonic() - self._last_step > self.limits.stall_s:
             return "stalled"
         return "ok"
@@ -193,7 +193,7 @@ class Engine:
         )
         with self._lock:
             if not self._accepting:
-                raise EngineStopped(self._failure or "the engine takes no requests")
+                raise EngineStopped(self._failure or "The server is stopping and takes no more requests.")
             if request.id in self._open:
                 raise RequestError(f"a request with the id {request.id} is being served already", param="request_id")
             if len(self._open) >= self.limits.max_num_seqs + self.limits.max_waiting:

@@ -7,7 +7,7 @@ import json
 import typer
 from pydantic import SecretStr
 
-from app.commands.options import takes_settings
+from app.commands.options import is_secret, takes_settings
 from app.config import Settings
 
 
@@ -15,6 +15,9 @@ from app.config import Settings
 def config(settings: Settings) -> None:
     """Print the settings as resolved from command line, environment and file, in TOML."""
     for name, value in settings.model_dump(mode="json").items():
+        if is_secret(name) and value:
+            typer.echo(f"# {name}: {len(value)} set, not shown")
+            continue
         if value is None and Settings.model_fields[name].default is not None:
             value = "none"  # turned off, where leaving it out would mean the default
         if isinstance(value, dict):  # an object's JSON is no TOML; as a string it is, and is read back like the command line's
