@@ -22,6 +22,7 @@ from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
 from engine.constraint import ConstraintError
 from engine.draft import close_drafters, grow_trees, show_hidden
+from engine.isolate import is_out_of_memory, score_apart
 from engine.noise import TargetNoise
 from engine.request import (
     Delta,
@@ -33,7 +34,7 @@ from engine.request import (
     RequestStats,
     StepStats,
 )
-from engine.score import Scored, score
+from engine.score import Scored
 from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
 from engine.step_stats import by_schedule, close_step
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5  # how long the idle loop sleeps before it looks around again
 _FAILED = "The engine failed while it worked on this request."
+_NO_MEMORY = "The server ran out of memory while it worked on this request."
 _FAILURES_TO_DIE = 3  # failed steps in a row after which the engine gives up
 
 
@@ -270,7 +272,7 @@ class Engine:
             self._failed_steps += 1
             self._counted_until = time.perf_counter()
             for sequence in list(self._running):
-                self._finish(sequence, FinishReason.ERROR, _FAILED)
+                self._finish(sequence, FinishReason.ERROR, _why(error))
             if self._failed_steps >= _FAILURES_TO_DIE:
                 self._die(f"{_FAILURES_TO_DIE} steps in a row failed, the last with {type(error).__name__}")
         self._last_step = time.monotonic()
@@ -284,23 +286,26 @@ class Engine:
             begin_step(auto, prefills, decoding)
         drafts = grow_trees(decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
         chosen = choose_nodes(drafts, auto)
-        fed, scored, verify_s = score(self.target, prefills, drafts, chosen)
-        share = verify_s / max(len(prefills) + len(drafts), 1)
-        num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in prefills)
+        parts = score_apart(self.target, prefills, drafts, chosen)
+        for sequence, error in parts.failed:
+            self._finish(sequence, FinishReason.ERROR, _why(error))
+        share = parts.verify_s / max(len(parts.fed) + len(parts.scored), 1)
+        num_rows = sum(len(item.rows) for item in parts.scored) + sum(count for _, count in prefills)
         was_decoding = not prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
         records: list[tuple[RequestStats, StepStats]] = []
-        for part, (sequence, num_fed) in zip(fed, prefills, strict=True):
-            broken = show_hidden(part.sequence, self._drafters, part.start, part.hidden, range(num_fed))
+        for part in parts.fed:
+            sequence, num_fed = part.sequence, len(part.sequence.rows) - part.start
+            broken = show_hidden(sequence, self._drafters, part.start, part.hidden, range(num_fed))
             step = StepStats(sequence.schedule.name, arm=sequence.request.arm, num_prompt_tokens=num_fed, verify_s=share)
             step.halts = tuple(broken)
             records.append((sequence.stats, step))
         blocks: list[tuple[Sequence, Block]] = []
-        for item in scored:
+        for item in parts.scored:
             block = self._settle(item, share, records)
             if block is not None:
                 blocks.append((item.draft.sequence, block))
-        if auto is not None:
-            auto.forwarded(num_rows, 1000 * verify_s)
+        if auto is not None and parts.num_passes == 1:  # what several passes took is the price of none
+            auto.forwarded(num_rows, 1000 * parts.verify_s)
             if was_decoding and blocks:
                 tokens = sum(len(block.token_ids) for _, block in blocks)
                 names = (sequence.schedule.name for sequence, _ in blocks)
@@ -418,3 +423,8 @@ class Engine:
                 call(observer)
             except Exception:
                 log.exception("an observer failed")
+
+
+def _why(error: BaseException) -> str:
+    """What the caller is told of an error of ours; the rest is in the log."""
+    return _NO_MEMORY if is_out_of_memory(error) else _FAILED

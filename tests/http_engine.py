@@ -308,7 +308,7 @@ def serve(
     engine = engine or ScriptedEngine()
     load = load or (lambda: LoadedEngine(engine, engine.tokenizer))
     app = create_app(load, Settings(target="unused", **settings), on_failure=on_failure)
-    config = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="on", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none", lifespan="on", timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
