@@ -308,7 +308,8 @@ def serve(
     engine = engine or ScriptedEngine()
     load = load or (lambda: LoadedEngine(engine, engine.tokenizer))
     app = create_app(load, Settings(target="unused", **settings), on_failure=on_failure)
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, ws="none", lifespan="on", timeout_graceful_shutdown=2)
+    options: dict[str, Any] = {"log_config": None, "access_log": False, "ws": "none", "timeout_graceful_shutdown": 2}
+    config = uvicorn.Config(app, port=0, lifespan="on", **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
