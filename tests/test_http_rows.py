@@ -125,10 +125,10 @@ def holds(token: int) -> Callable[[Any], bool]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_out_of_memory_ends_only_who_cannot_be_served(real: Real, stream: bool, error: Callable[[], Exception]) -> None:
     """The batch is halved until the culprit is alone: its caller hears why, the others get their whole answer."""
-    alone = real.text("abc", max_tokens=150)
+    alone = real.text("abc", max_tokens=80)
     with Fault(real.world, holds(7), error) as fault:
         answers: list[str] = []
-        neighbor = threading.Thread(target=lambda: answers.append(real.text("abc", max_tokens=150)))
+        neighbor = threading.Thread(target=lambda: answers.append(real.text("abc", max_tokens=80)))
         neighbor.start()
         until(lambda: real.engine.num_running == 1)
         response = real.complete([65, 7, 66], max_tokens=50, stream=stream)
