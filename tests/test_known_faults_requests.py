@@ -9,7 +9,7 @@ F6  speculation switched off silently                   test_f6_no_parameter_swi
 F7  a grammar ignored on drafted tokens                 test_f7_a_form_that_cannot_be_kept_is_refused
 F8  no chat template                                    test_f8_without_a_chat_template_only_chats_are_refused
 F9  files that cannot be read                           test_f9_a_target_that_cannot_be_read; test_models_refusal.py
-J1  divided traffic never reaches the second side       tests of app/experiments, where traffic is divided; test_http_stickiness.py
+J1  divided traffic never reaches the second side       test_http_stickiness.py; where traffic is divided: app/experiments
 J2  a switch that is taken and not honored              test_j2_off_and_on_side_by_side
 J3  new settings half applied                           settings cannot change while the server runs: test_http_settings.py
 """
