@@ -5,7 +5,7 @@ The edge makes the record, whoever answers fills it in, and the access log reads
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
@@ -18,7 +18,7 @@ class Call:
 
     request_id: str
     arrived_s: float  # of the event loop's clock
-    api_key: str | None = None  # the key it came with, where keys are asked for
+    api_key: str | None = field(default=None, repr=False)  # the key it came with, where keys are asked for
     answer_id: str | None = None
     num_prompt_tokens: int | None = None
     num_output_tokens: int | None = None
