@@ -22,7 +22,7 @@ from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
 from engine.constraint import ConstraintError
 from engine.draft import close_drafters, grow_trees, show_hidden
-from engine.isolate import is_out_of_memory, score_apart
+from engine.isolate import NothingScored, can_score, is_out_of_memory, score_apart
 from engine.noise import TargetNoise
 from engine.request import (
     Delta,
@@ -263,7 +263,10 @@ class Engine:
             return
 
     def _step_or_fail(self) -> None:
-        """One step; if it raises, its sequences fail, and after a few failures in a row so does the engine."""
+        """One step; if it raises, its sequences fail, and after a few failures in a row so does the engine.
+
+        Unless it can still score: one caller whose request cannot be served must not end the server by asking three times.
+        """
         try:
             self.step()
             self._failed_steps = 0
@@ -273,8 +276,9 @@ class Engine:
             self._counted_until = time.perf_counter()
             for sequence in list(self._running):
                 self._finish(sequence, FinishReason.ERROR, _why(error))
-            if self._failed_steps >= _FAILURES_TO_DIE:
-                self._die(f"{_FAILURES_TO_DIE} steps in a row failed, the last with {type(error).__name__}")
+            if self._failed_steps >= _FAILURES_TO_DIE and not (isinstance(error, NothingScored) and can_score(self.target)):
+                cause = type(error.__cause__ or error).__name__
+                self._die(f"{self._failed_steps} steps in a row failed, the last with {cause}")
         self._last_step = time.monotonic()
 
     def step(self) -> None:
@@ -427,4 +431,4 @@ class Engine:
 
 def _why(error: BaseException) -> str:
     """What the caller is told of an error of ours; the rest is in the log."""
-    return _NO_MEMORY if is_out_of_memory(error) else _FAILED
+    return _NO_MEMORY if is_out_of_memory(error.__cause__ or error) else _FAILED

@@ -12,14 +12,20 @@ from dataclasses import dataclass, field
 
 import torch
 
-from engine.draft import Draft
+from engine.question import Draft
 from engine.score import Prefilled, Scored, score
 from engine.sequence import Sequence
+from models.attention import Segment
 from models.causal_lm import CausalLM
+from models.kv_cache import RowList
 
 log = logging.getLogger(__name__)
 
 Prefill = tuple[Sequence, int]  # a sequence and how many prompt tokens it is fed
+
+
+class NothingScored(RuntimeError):
+    """No sequence of a batch could be scored, not even alone; the cause is the first one's error."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,13 +42,26 @@ class Parts:
 def score_apart(target: CausalLM, prefills: list[Prefill], drafts: list[Draft], chosen: list[list[int]]) -> Parts:
     """As :func:`engine.score.score`, but what cannot be scored is left out.
 
-    If that is all of them the fault is not theirs: then the first error is raised instead.
+    If that is all of them, NothingScored is raised instead.
     """
     parts = Parts()
     _halve(target, prefills, drafts, chosen, parts)
     if parts.failed and not parts.fed and not parts.scored:
-        raise parts.failed[0][1]
+        raise NothingScored(str(parts.failed[0][1])) from parts.failed[0][1]
     return parts
+
+
+@torch.inference_mode()
+def can_score(target: CausalLM) -> bool:
+    """Whether a forward over a single token succeeds: if so, what failed before was the fault of what was asked."""
+    try:
+        with target.pool.taking([1]) as (rows,):
+            target.forward([Segment([0], [0], RowList().view(), rows, (0,))])
+        target.pool.release(rows)
+    except Exception:
+        log.exception("a forward over a single token failed")
+        return False
+    return True
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -145,6 +145,15 @@ def test_out_of_memory_ends_only_who_cannot_be_served(real: Real, stream: bool, 
     assert real.client.get("/health").json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY[0], lambda: RuntimeError("a shape that does not fit")])
+def test_one_caller_cannot_end_the_server_by_asking_often(real: Real, error: Callable[[], Exception]) -> None:
+    """Steps that fail in a row mean a lost device, unless the model can still read a single token."""
+    with Fault(real.world, holds(7), error):
+        assert [real.complete([65, 7]).status_code for _ in range(5)] == [500] * 5
+        assert real.client.get("/health").json() == {"status": "ok"}
+        assert real.text("abc", max_tokens=3)
+
+
 def test_a_batch_that_is_too_large_is_served_in_parts(real: Real) -> None:
     """Nobody fails where less at a time would do."""
     alone = real.text("abc", max_tokens=30)
