@@ -47,8 +47,9 @@ class Keys:
 
 
 def keys_of(settings: Settings) -> Keys:
-    """The keys that the settings name."""
-    return Keys(key.get_secret_value() for key in settings.api_keys)
+    """The keys that the settings name; the admin's opens every door, where there are doors."""
+    admin = [settings.admin_key] if settings.api_keys and settings.admin_key is not None else []
+    return Keys(key.get_secret_value() for key in (*settings.api_keys, *admin))
 
 
 def needs_key(path: str, *, metrics_auth: bool) -> bool:

@@ -18,7 +18,8 @@ from app.errors import STATUSES
 _MEANINGS = {
     400: "A value, or a field that is unknown or not supported; `param` names it.",
     401: "No API key, or none of the server's.",
-    404: "Another model than the one served.",
+    403: "The admin API answers this machine only, unless it has a key.",
+    404: "Another model than the one served, or something else that is not there.",
     405: "A method that the path does not know.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -28,7 +29,6 @@ _MEANINGS = {
     504: "The answer took longer than the time allowed for it.",
 }
 _WITH_BODY, _GENERATING = (400, 408, 413), (429, 500, 504)
-_STREAMED = {"type": "string", "description": "Server-sent events, the last of which is [DONE]."}
 
 
 def _object(properties: dict[str, Any], *, also: bool = True) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def _describe(path: str, operation: dict[str, Any], *, locked: bool) -> None:
         responses["200"]["content"] = {"application/json": {"schema": _ANSWERS[path]}}
     generates = path.endswith("completions")
     if generates:
-        responses["200"]["content"]["text/event-stream"] = {"schema": _STREAMED}
+        responses["200"]["description"] = "The answer; with stream, server-sent events, the last of which is [DONE]."
+        responses["200"]["content"]["text/event-stream"] = {"schema": {}}  # of one event, which the standard cannot describe
     if path == "/metrics":
         responses["200"]["content"] = {"text/plain": {"schema": _TEXT}}
     if locked:
@@ -122,6 +123,8 @@ def _statuses(path: str, operation: dict[str, Any], *, locked: bool, generates: 
         found |= {404, *_WITH_BODY}
     if "parameters" in operation:
         found.add(404)
+    if path.startswith("/admin"):
+        return sorted(found | {400, 401, 403, 404})
     if generates:
         found |= {*_GENERATING}
     assert found <= set(STATUSES), "every status is one that the metrics know"

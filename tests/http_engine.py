@@ -52,6 +52,7 @@ class ScriptedSchedule:
     is_auto: bool = False
     greedy_verifier: str = "greedy"
     sampling_verifier: str = "walk"
+    is_auto: bool = False
 
 
 @dataclass

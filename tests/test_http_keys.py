@@ -195,7 +195,7 @@ def test_keys_come_from_every_source_and_are_never_shown(tmp_path: Path, monkeyp
     monkeypatch.setenv("GRAFTSERVE_API_KEYS", " , ".join(KEYS))
     outputs.append(shown())
     assert len(set(outputs)) == 1
-    assert "# api_keys: 2 set, not shown" in outputs[0].splitlines()
+    assert "# api_keys has 2, and not shown" in outputs[0].splitlines()
     assert not any(word in outputs[0] for word in ("first-key", "second-key", "****"))
     settings = load_settings()
     assert [key.get_secret_value() for key in settings.api_keys] == KEYS

@@ -1,4 +1,4 @@
-"""What ties the calls of one caller together, down to the requests that the engine gets."""
+"""What ties the calls of one caller together."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from starlette.datastructures import Headers
 
+from app.experiments.live import Experiments
 from app.stickiness import stickiness_key
-from tests.http_engine import serve
+from tests.http_engine import Server, serve
 
 
 def key(session: str | None = None, user: str | None = None, api_key: str | None = None) -> str | None:
@@ -37,20 +38,20 @@ def test_keys_tell_callers_apart_and_are_the_same_tomorrow() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_every_request_of_a_call_carries_it(path: str) -> None:
-    """All answers of a call go one way."""
-    with serve(api_keys=["a-key-to-stick-to"]) as server:
-        server.client.headers["Authorization"] = "Bearer a-key-to-stick-to"
+def test_traffic_is_divided_by_it(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All calls of a caller go one way; a key counts only where keys are asked for."""
+    seen: list[str | None] = []
+
+    def asked(server: Server, headers: dict[str, str], **extra: object) -> str | None:
         body = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
-        for extra, headers, want in (
-            ({}, {}, key(api_key="a-key-to-stick-to")),
-            ({"user": "ann"}, {}, key(user="ann")),
-            ({"user": "ann", "n": 3}, {"X-SESSION-ID": "s1"}, key("s1")),
-        ):
-            server.engine.reset()
-            assert server.client.post(path, json={**body, "max_tokens": 1, **extra}, headers=headers).status_code == 200
-            assert {request.stickiness_key for request in server.engine.submitted} == {want}
+        assert server.client.post(path, json={**body, "max_tokens": 1, **extra}, headers=headers).status_code == 200
+        return seen.pop()
+
+    monkeypatch.setattr(Experiments, "assign", lambda self, sticky, salt: seen.append(sticky))
+    with serve(api_keys=["a-key-to-stick-to"]) as server:
+        known = {"Authorization": "Bearer a-key-to-stick-to"}
+        assert asked(server, known) == key(api_key="a-key-to-stick-to")
+        assert asked(server, known, user="ann") == key(user="ann")
+        assert asked(server, {**known, "X-SESSION-ID": "s1"}, user="ann", n=3) == key("s1")
     with serve() as server:
-        server.client.headers["Authorization"] = "Bearer EMPTY"  # what clients send that must send something
-        server.complete(max_tokens=1)
-        assert server.engine.submitted[0].stickiness_key is None
+        assert asked(server, {"Authorization": "Bearer EMPTY"}) is None  # what clients send that must send something
