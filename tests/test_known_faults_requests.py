@@ -110,7 +110,9 @@ def test_f5_several_answers_to_one_prompt(real: Real, speculative: dict[str, Any
         ends += [choice["index"]] if choice["finish_reason"] else []
     assert [streamed[index] for index in range(4)] == [choice["text"] for choice in whole["choices"]]
     assert sorted(ends) == [0, 1, 2, 3]
-    refused(real.complete(n=2, best_of=4), "best_of")
+    best = real.ask("abc", **{**asked, "n": 2}, best_of=4)
+    assert len(best["choices"]) == 2 and best["usage"]["completion_tokens"] == 48
+    refused(real.complete(n=4, best_of=2), "best_of")
 
 
 @pytest.mark.parametrize(
