@@ -14,9 +14,10 @@ from starlette.responses import JSONResponse, Response
 
 from app.answer_trace import ChoiceTrace
 from app.bridge import DeltaStream
+from app.call import Call, call_of
 from app.choice import Choice
 from app.disconnect import ClientGone, unless_gone
-from app.errors import RequestFailed, UnknownModel, describe, shorten
+from app.errors import RequestFailed, TimedOut, UnknownModel, describe, shorten
 from app.experiments.outcome import Assignment
 from app.protocol import GenerationBody
 from app.request_stats import answer_metrics, usage
@@ -27,7 +28,7 @@ from app.submission import leaves_schedule_open, make_requests
 from app.token_text import TokenTexts
 from app.tool_reading import CallPiece, Reader
 from engine.constraint import Grammar
-from engine.request import Delta, EngineStopped, RequestError, TokenLogprob
+from engine.request import Delta, EngineStopped, QueueFull, RequestError, TokenLogprob
 
 _log = logging.getLogger(__name__)
 _NESTED = {"schedule": "speculative.schedule", "budget": "speculative.budget"}  # engine's name -> the body's
@@ -77,6 +78,7 @@ class _Answer:
     num_drawn: int  # choices per prompt
     num_kept: int  # of these the best are given back
     traces: list[ChoiceTrace]  # one per choice, if asked for
+    call: Call
     id: str
     created: int
 
@@ -111,6 +113,10 @@ class _Answer:
         """What there is to tell of a choice's drafting since the last call, if it was asked for."""
         return {"graft": self.traces[index].give()} if self.traces else {}
 
+    def _count(self) -> None:
+        """Tell the call's record what has arrived."""
+        self.call.num_output_tokens = sum(choice.num_output_tokens for choice in self.choices)
+
     async def whole(self) -> dict[str, Any]:
         """The body of a whole answer."""
         pieces: list[list[str]] = [[] for _ in self.choices]
@@ -120,6 +126,7 @@ class _Answer:
             piece = self.choices[index].take(delta)
             if self.traces:
                 self.traces[index].take(delta)
+            self._count()
             pieces[index].append(piece.text)
             tokens[index].extend(piece.logprobs)
             calls[index].extend(piece.calls)
@@ -161,6 +168,7 @@ class _Answer:
                 piece = choice.take(delta)
                 if self.traces:
                     self.traces[index].take(delta)
+                self._count()
                 tokens = piece.logprobs
                 if piece.text or piece.calls:
                     said = self.dialect.piece(index, piece.text, logprobs(tokens), piece.calls)
@@ -175,10 +183,11 @@ class _Answer:
                 yield event({**head, "choices": [], "usage": self.usage(), **self.metrics(self.choices)})
         except Exception as error:
             self.stream.close()  # before the slow part: the other choices are decoded for nobody now
-            if not isinstance(error, RequestFailed | EngineStopped):
+            if not isinstance(error, RequestFailed | EngineStopped | TimedOut):
                 _log.exception("answer %s broke off", self.id)
             problem = describe(error)
             serving.metrics.count_error(problem.status)  # the status line said 200 long ago
+            self.call.error = problem.code or problem.type
             yield event(problem.body())
         yield DONE
 
@@ -200,13 +209,14 @@ async def answer(
 
     Raises what is wrong with the request, or with the engine, before anything is sent.
     """
-    stream = DeltaStream(serving.engine)
+    call = call_of(http.scope)
+    stream = DeltaStream(serving.engine, _deadline(serving, body, call))
     started = False
     try:
-        assigned = _assign(http, serving, body, len(prompts))
+        assigned = _assign(http, serving, body, len(prompts), call)
         headers = {} if assigned is None else assigned.headers
         emit = stream.emit if serving.spans is None else serving.spans.watch(stream.emit, http.headers)
-        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader, emit)
+        made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader, emit, call)
         if body.stream:
             response = EventStream(made.events(serving, wants_usage=body.wants_usage), stream.close)
             response.headers.update(headers)
@@ -214,6 +224,7 @@ async def answer(
             return response
         return JSONResponse(await unless_gone(http.receive, made.whole()), headers=headers)
     except ClientGone:
+        call.is_abandoned = True
         return Response(status_code=499)  # nobody reads it
     finally:
         if not started:
@@ -227,13 +238,26 @@ def check_model(serving: Serving, name: str | None) -> None:
         raise UnknownModel(message, param="model", code="model_not_found")
 
 
-def _assign(http: HttpRequest, serving: Serving, body: GenerationBody, num_prompts: int) -> Assignment | None:
+def _assign(http: HttpRequest, serving: Serving, body: GenerationBody, num_prompts: int, call: Call) -> Assignment | None:
     """The call's arm of the running experiment, if there is one and the body leaves the schedule open."""
     if not leaves_schedule_open(body):
         return None
-    key = stickiness_key(http.headers, body, None)
+    key = stickiness_key(http.headers, body, call.api_key)
     is_alone = num_prompts * body.num_drawn == 1
     return serving.experiments.assign(key, None if is_alone else uuid.uuid4().hex)
+
+
+def _deadline(serving: Serving, body: GenerationBody, call: Call) -> float | None:
+    """By the loop's clock, when the answer must be complete; the time to read the body counts. None: never.
+
+    Raises RequestError for more time than there is.
+    """
+    allowed = serving.request_timeout_s
+    if body.timeout is not None:
+        if allowed is not None and body.timeout > allowed:
+            raise RequestError(f"timeout: this server gives an answer at most {allowed:g} seconds.", param="timeout")
+        allowed = body.timeout
+    return None if allowed is None else call.arrived_s + allowed
 
 
 def _submit(
@@ -247,6 +271,7 @@ def _submit(
     grammar: Grammar | None,
     reader: Callable[[], Reader] | None,
     emit: Callable[[Delta], None],
+    call: Call,
 ) -> _Answer:
     answer_id = dialect.id_prefix + uuid.uuid4().hex
     requests = make_requests(
@@ -281,12 +306,17 @@ def _submit(
         num_drawn=body.num_drawn,
         num_kept=body.num_choices,
         traces=serving.tracing.choices(len(requests)) if body.wants_trace else [],
+        call=call,
         id=answer_id,
         created=int(time.time()),
     )
+    call.answer_id, call.num_prompt_tokens = answer_id, made.num_prompt_tokens
     try:
         for request in requests:
             stream.submit(request)
+    except QueueFull as error:
+        wait_s = serving.pace.seconds_until(len(requests), max_num_seqs=serving.engine.max_num_seqs)
+        raise QueueFull(str(error), retry_after_s=max(error.retry_after_s, wait_s)) from error
     except RequestError as error:
         if error.param in _NESTED:
             raise RequestError(str(error), param=_NESTED[error.param], code=error.code) from error

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from app.errors import TimedOut
 from engine.request import Delta, FinishReason, Request, RequestStats, StepStats
 
 
@@ -82,9 +83,10 @@ class DeltaStream:
     them had its last delta. Always :meth:`close` it: that aborts whatever has not ended.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        """Must be called on the event loop that will read the deltas."""
+    def __init__(self, engine: Engine, deadline_s: float | None = None) -> None:
+        """Must be called on the event loop that will read the deltas, and by whose clock they must all have come."""
         self._engine = engine
+        self._deadline_s = deadline_s
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[Delta] = asyncio.Queue()
         self._index: dict[str, int] = {}  # by request id
@@ -120,7 +122,17 @@ class DeltaStream:
     async def __anext__(self) -> tuple[int, Delta]:
         if not self._open:
             raise StopAsyncIteration
-        delta = await self._queue.get()
+        delta = await self._next()
         if delta.finish_reason is not None:
             self._open.discard(delta.request_id)
         return self._index[delta.request_id], delta
+
+    async def _next(self) -> Delta:
+        """The next delta. Raises TimedOut at the deadline, also if there is always one more to read."""
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
+                    raise TimeoutError
+                return await self._queue.get()
+        except TimeoutError:
+            raise TimedOut("The answer took longer than the time allowed for it.") from None

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 ENV_PREFIX = "GRAFTSERVE_"
 MEASURE_COSTS, NO_COSTS = "measure", "none"  # of the setting `costs`
 EMBEDDED = "embedded"  # the default target, which an installed wheel brings along
 CONFIG_VARIABLE = "GRAFTSERVE_CONFIG"  # names the file; not itself a setting
+LEAST_KEY_LENGTH = 8  # characters of an API key
 CACHE_VARIABLE = "GRAFTSERVE_CACHE"  # folder of converted models, read by models.embedded; not a setting either
 
 
@@ -88,7 +90,9 @@ class Settings(BaseSettings):
     threads: int | None = Field(
         default=None, ge=1, description="CPU threads of a forward; none: torch's choice. Fewer if the cores are shared."
     )
-    host: str = Field(default="127.0.0.1", min_length=1, description="Address to listen on.")
+    host: str = Field(
+        default="127.0.0.1", min_length=1, description="Address to listen on; one that other machines reach needs api_keys."
+    )
     port: int = Field(default=8000, ge=0, le=65535, description="Port to listen on; 0: any free one.")
     max_num_seqs: int = Field(default=8, ge=1, description="Sequences decoded at the same time.")
     max_waiting: int = Field(
@@ -123,6 +127,27 @@ class Settings(BaseSettings):
         pattern=r"^https?://[^\s/]+(/\S*)?$",
         description="Collector that gets a span per request and step, by OTLP over HTTP, as http://HOST:4318; none: no spans.",
     )
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = Field(
+        default=(), description="API keys, one of which every call must bring: a list, or a text with commas. None: no keys."
+    )
+    allow_keyless: bool = Field(
+        default=False, description="Let other machines in without API keys, where something else keeps strangers out."
+    )
+    metrics_auth: bool = Field(default=False, description="Ask for an API key on /metrics too.")
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Origins of web pages that browsers let call the API: a list, or a text with commas; '*': all. None: none.",
+    )
+    request_timeout_s: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Seconds after which an answer is given up; none: never."
+    )
+    drain_s: float = Field(
+        default=30.0, ge=0, allow_inf_nan=False, description="Seconds that answers in flight may take when the server stops."
+    )
+    max_body_bytes: int = Field(default=8 * 2**20, ge=1024, description="Largest body of a call.")
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Form of the log: lines for people, or a JSON object per line."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Lowest level that is logged."
     )
@@ -132,6 +157,34 @@ class Settings(BaseSettings):
     def _from_json(cls, value: Any) -> Any:
         # The command line has text only.
         return json.loads(value) if isinstance(value, str) else value
+
+    @field_validator("api_keys", "cors_origins", mode="before")
+    @classmethod
+    def _from_commas(cls, value: Any) -> Any:
+        # Command line and environment have text only.
+        if not isinstance(value, str):
+            return value
+        if value.lstrip().startswith("["):
+            return json.loads(value)
+        return [part.strip() for part in value.split(",") if part.strip()]
+
+    @field_validator("api_keys")
+    @classmethod
+    def _check_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        for key in map(SecretStr.get_secret_value, keys):
+            if len(key) < LEAST_KEY_LENGTH or not re.fullmatch(r"[\x21-\x7e]+", key):
+                raise ValueError(f"a key must have at least {LEAST_KEY_LENGTH} printable ASCII characters and no spaces")
+            if not key.strip("*"):
+                raise ValueError("a key of asterisks is one that was hidden when it was printed, and known to everybody")
+        return keys
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _check_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+                raise ValueError(f"{origin!r} is no origin; one looks like https://example.com or http://localhost:3000")
+        return origins
 
     @field_validator("small", "medium", mode="before")
     @classmethod

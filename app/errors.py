@@ -16,7 +16,7 @@ from engine.request import EngineStopped, QueueFull, RequestError
 from models.sampling import ParamError
 
 CALLER, LIMITED, OURS = "invalid_request_error", "rate_limit_error", "server_error"
-STATUSES = (400, 404, 405, 413, 429, 500, 503)  # every error status the service sends on purpose
+STATUSES = (400, 401, 404, 405, 408, 413, 429, 500, 503, 504)  # every error status the service sends on purpose
 _SHOWN = 200  # characters of a caller's text that an error message repeats at most
 
 
@@ -34,6 +34,10 @@ class StateNotWritten(RuntimeError):
 
 class RequestFailed(RuntimeError):
     """The engine gave up on a request that it had accepted."""
+
+
+class TimedOut(RuntimeError):
+    """An answer was not complete in the time that the server, or the request itself, allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,9 @@ def describe(error: BaseException) -> Problem:
             return Problem(503, OURS, str(error), None, "overloaded", {"Retry-After": "1"})
         case StateNotWritten():
             return Problem(503, OURS, str(error), None, "state_not_written", {"Retry-After": "1"})
+        case TimedOut():
+            # A second try would take as long as the first; OpenAI's clients read this header.
+            return Problem(504, OURS, str(error), None, "timeout", {"X-Should-Retry": "false"})
         case RequestFailed():
             return Problem(500, OURS, str(error))
         case HTTPException():
@@ -97,10 +104,18 @@ HANDLED: tuple[type[Exception], ...] = (
     EngineStopped,
     RequestFailed,
     StateNotWritten,
+    TimedOut,
     HTTPException,
 )
 
-_HTTP_CODES = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {
+    400: "invalid_json",
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "body_too_slow",
+    413: "body_too_large",
+}
 
 
 def shorten(text: str) -> str:

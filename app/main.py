@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from anyio import to_thread
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from app.bridge import Engine
 from app.config import Settings
@@ -27,7 +28,9 @@ from app.experiments.experiment import Experiment, arm_label
 from app.experiments.live import Experiments
 from app.experiments.store import Store
 from app.metrics import Metrics
-from app.middleware import Edge
+from app.middleware import Edge, rules_of
+from app.openapi import describe_api
+from app.pace import Pace
 from app.routes import chat, completions, experiments, ops, pages, tokens
 from app.serving import LoadedEngine, Serving
 from app.spans import Spans, open_spans
@@ -48,7 +51,7 @@ def create_app(
 
     Args:
         load: builds the engine (not started) and the tokenizer; called once, in a thread of its own.
-        settings: read for the model's name in the API.
+        settings: read for what concerns the edge: the model's name, keys, limits, origins.
         on_failure: called on the event loop if ``load`` raises, e.g. to set ``server.should_exit``.
     """
     metrics = Metrics()
@@ -75,9 +78,26 @@ def create_app(
     app.state.admin_key = settings.admin_key
     for handled in HANDLED:
         app.add_exception_handler(handled, answer_error)
-    app.add_middleware(Edge, metrics=metrics)
+    app.add_middleware(Edge, metrics=metrics, rules=rules_of(settings))
+    if settings.cors_origins:  # outermost: a preflight brings no key, and errors must be readable for the page too
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     for routes in (completions, chat, tokens, ops, experiments, pages):
         app.include_router(routes.router)
+    description: dict[str, Any] = {}
+
+    def openapi() -> dict[str, Any]:
+        if not description:  # made once, when all routes are there
+            asks = bool(settings.api_keys)
+            description.update(describe_api(app, asks_for_keys=asks, metrics_auth=settings.metrics_auth))
+        return description
+
+    app.openapi = openapi  # type: ignore[method-assign]
     return app
 
 
@@ -98,6 +118,8 @@ async def _become_ready(
         engine = loaded.engine
         metrics.attach(engine)
         engine.subscribe(metrics)
+        pace = Pace()
+        engine.subscribe(pace)
         trials = _take_up_experiments(store, engine, settings, metrics)
         store = None  # the experiments' to close
         engine.start()
@@ -113,9 +135,16 @@ async def _become_ready(
         if store is not None:
             store.close()
     name = settings.served_model_name or engine.model_id
-    created = int(time.time())
     app.state.serving = Serving(
-        engine, loaded.tokenizer, metrics, model=name, created=created, experiments=trials, spans=spans
+        engine,
+        loaded.tokenizer,
+        metrics,
+        model=name,
+        created=int(time.time()),
+        experiments=trials,
+        pace=pace,
+        request_timeout_s=settings.request_timeout_s,
+        spans=spans,
     )
     _log.info("serving %s", name)
 

@@ -171,7 +171,10 @@ class GenerationBody(GuidedBody):
     user: str | None = Field(
         None,
         description="Who asks; it changes nothing in the answer. While an experiment runs the same user gets the same arm, "
-        "and a keyed hash of the name is kept.",
+        "and a keyed hash of the name is kept. The header X-Session-Id goes before it.",
+    )
+    timeout: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Seconds after which the answer is given up; at most what the server allows."
     )
     speculative: Speculation | None = None
 

@@ -13,6 +13,7 @@ from app.bridge import Engine
 from app.experiments.live import Experiments
 from app.guided import Grammars
 from app.metrics import Metrics
+from app.pace import Pace
 from app.prompts import Tokenizer
 from app.spans import Spans
 from app.token_text import TokenTexts
@@ -39,6 +40,8 @@ class Serving:
     created: int  # Unix time at which the model was ready
     experiments: Experiments
     spans: Spans | None = None  # where requests are reported to, if anywhere
+    pace: Pace = field(default_factory=Pace)
+    request_timeout_s: float | None = None  # None: no limit
     texts: TokenTexts = field(init=False)  # read on the event loop only
     grammars: Grammars = field(init=False)
     tool_forms: ToolForms = field(init=False)

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from app.call import call_of
 from app.disconnect import ClientGone, unless_gone
 
 DONE = b"data: [DONE]\n\n"
@@ -40,7 +41,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._send_events(send))
         except ClientGone:
-            pass
+            call_of(scope).is_abandoned = True
         finally:
             self._close()
 

@@ -24,6 +24,7 @@ from engine.admission import Limits, check_request, check_rules, choose_schedule
 from engine.commit import Block, commit, count_step
 from engine.constraint import ConstraintError
 from engine.draft import close_drafters, grow_trees, show_hidden
+from engine.isolate import NothingScored, can_score, is_out_of_memory, score_apart
 from engine.memory import Memory
 from engine.noise import TargetNoise
 from engine.request import (
@@ -37,7 +38,7 @@ from engine.request import (
     StepStats,
     StepTimes,
 )
-from engine.score import Scored, score
+from engine.score import Scored
 from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
 from engine.step_stats import by_schedule, close_step
@@ -56,6 +57,7 @@ log = logging.getLogger(__name__)
 
 _IDLE_WAIT_S = 0.5  # how long the idle loop sleeps before it looks around again
 _FAILED = "The engine failed while it worked on this request."
+_NO_MEMORY = "The server ran out of memory while it worked on this request."
 _FAILURES_TO_DIE = 3  # failed steps in a row after which the engine gives up
 
 
@@ -168,11 +170,11 @@ class Engine:
         self._accepting = True
 
     def health(self) -> str:
-        """ "ok", "stalled", "stopped" or "failed: why"."""
+        """ "ok", "stalled", "stopping" while accepted requests finish, "stopped" or "failed: why"."""
         if self._failure is not None:
             return f"failed: {self._failure}"
         if not self._accepting or not self._thread.is_alive():
-            return "stopped"
+            return "stopping" if self._thread.is_alive() and self._stop_at is not None else "stopped"
         if self._open and time.monotonic() - self._last_step > self.limits.stall_s:
             return "stalled"
         return "ok"
@@ -200,7 +202,7 @@ class Engine:
         )
         with self._lock:
             if not self._accepting:
-                raise EngineStopped(self._failure or "the engine takes no requests")
+                raise EngineStopped(self._failure or "The server is stopping and takes no more requests.")
             if request.id in self._open:
                 raise RequestError(f"a request with the id {request.id} is being served already", param="request_id")
             if len(self._open) >= self.limits.max_num_seqs + self.limits.max_waiting:
@@ -269,7 +271,10 @@ class Engine:
             return
 
     def _step_or_fail(self) -> None:
-        """One step; if it raises, its sequences fail, and after a few failures in a row so does the engine."""
+        """One step; if it raises, its sequences fail, and after a few failures in a row so does the engine.
+
+        Unless it can still score: one caller whose request cannot be served must not end the server by asking three times.
+        """
         try:
             self.step()
             self._failed_steps = 0
@@ -278,9 +283,10 @@ class Engine:
             self._failed_steps += 1
             self._counted_until = time.perf_counter()
             for sequence in list(self._running):
-                self._finish(sequence, FinishReason.ERROR, _FAILED)
-            if self._failed_steps >= _FAILURES_TO_DIE:
-                self._die(f"{_FAILURES_TO_DIE} steps in a row failed, the last with {type(error).__name__}")
+                self._finish(sequence, FinishReason.ERROR, _why(error))
+            if self._failed_steps >= _FAILURES_TO_DIE and not (isinstance(error, NothingScored) and can_score(self.target)):
+                cause = type(error.__cause__ or error).__name__
+                self._die(f"{self._failed_steps} steps in a row failed, the last with {cause}")
         self._last_step = time.monotonic()
 
     def step(self) -> None:
@@ -294,24 +300,28 @@ class Engine:
         drafts = grow_trees(turn.decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
         chosen = fitting_nodes(drafts, choose_nodes(drafts, auto), self._memory.num_available - turn.num_rows)
         verify_ns = time.time_ns()
-        fed, scored, verify_s = score(self.target, turn.prefills, drafts, chosen)
+        parts = score_apart(self.target, turn.prefills, drafts, chosen)
         commit_ns = time.time_ns()
-        share = verify_s / max(len(fed) + len(drafts), 1)
-        num_rows = sum(len(item.rows) for item in scored) + sum(count for _, count in turn.prefills)
+        for sequence, error in parts.failed:
+            self._finish(sequence, FinishReason.ERROR, _why(error))
+        share = parts.verify_s / max(len(parts.fed) + len(parts.scored), 1)
+        num_rows = sum(len(item.rows) for item in parts.scored) + sum(count for _, count in turn.prefills)
         was_decoding = not turn.prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
-        for part, (sequence, count) in zip(fed, turn.prefills, strict=True):
+        for part in parts.fed:
+            sequence = part.sequence
             step = StepStats(sequence.schedule.name, arm=sequence.request.arm, verify_s=share)
             step.num_prompt_tokens = sequence.newly_read()
-            step.halts = tuple(show_hidden(sequence, self._drafters, part.start, part.hidden, range(count)))
+            fed = range(len(sequence.rows) - part.start)
+            step.halts = tuple(show_hidden(sequence, self._drafters, part.start, part.hidden, fed))
             self._memory.share(sequence)
             records.append((sequence.stats, step))
         blocks: list[tuple[Sequence, Block]] = []
-        for item in scored:
+        for item in parts.scored:
             block = self._settle(item, share, records)
             if block is not None:
                 blocks.append((item.draft.sequence, block))
-        if auto is not None:
-            auto.forwarded(num_rows, 1000 * verify_s)
+        if auto is not None and parts.num_passes == 1:  # what several passes took is the price of none
+            auto.forwarded(num_rows, 1000 * parts.verify_s)
             if was_decoding and blocks:
                 tokens = sum(len(block.token_ids) for _, block in blocks)
                 names = (sequence.schedule.name for sequence, _ in blocks)
@@ -466,3 +476,8 @@ def _traced(scored: Scored, verdict: Verdict, block: Block, verify_s: float) -> 
         num_tokens=num_tokens,
         verify_s=verify_s,
     )
+
+
+def _why(error: BaseException) -> str:
+    """What the caller is told of an error of ours; the rest is in the log."""
+    return _NO_MEMORY if is_out_of_memory(error.__cause__ or error) else _FAILED

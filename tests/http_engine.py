@@ -53,6 +53,7 @@ class ScriptedSchedule:
     is_auto: bool = False
     greedy_verifier: str = "greedy"
     sampling_verifier: str = "walk"
+    is_auto: bool = False
 
 
 @dataclass
@@ -309,7 +310,8 @@ def serve(
     engine = engine or ScriptedEngine()
     load = load or (lambda: LoadedEngine(engine, engine.tokenizer))
     app = create_app(load, Settings(target="unused", **settings), on_failure=on_failure)
-    config = uvicorn.Config(app, port=0, log_config=None, ws="none", lifespan="on", timeout_graceful_shutdown=2)
+    options: dict[str, Any] = {"log_config": None, "access_log": False, "ws": "none", "timeout_graceful_shutdown": 2}
+    config = uvicorn.Config(app, port=0, lifespan="on", **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

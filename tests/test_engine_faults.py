@@ -110,7 +110,7 @@ def test_a_step_that_raises_fails_its_requests_and_not_the_next_ones(tiny_model:
         def broken(segments: Any) -> Any:
             nonlocal calls
             calls += 1
-            if calls == 4:
+            if 4 <= calls <= 6:  # together, and each of the two alone
                 raise MemoryError("no memory for this forward")
             return forward(segments)
 

@@ -31,10 +31,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(folder: Path, request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], str]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "app", "serve", "--port", str(port), "--target", str(folder), "--medium", "none"]
+    command += getattr(request, "param", [])
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     url = f"http://127.0.0.1:{port}"
     try:
@@ -80,8 +81,12 @@ def test_a_stop_lets_the_stream_finish_and_turns_new_requests_away(server: tuple
     assert stream.begun.wait(60)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
-    assert httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 503
-    assert httpx.get(f"{url}/health").status_code == 503
+    refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert "stopping" in refused.json()["error"]["message"] and int(refused.headers["retry-after"]) >= 1
+    health = httpx.get(f"{url}/health")
+    assert (health.status_code, health.json()) == (503, {"status": "stopping"})
+    assert httpx.get(f"{url}/metrics").status_code == 200
     stream.join(60)
     assert stream.lines[-1] == "data: [DONE]"
     assert json.loads(stream.lines[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
@@ -100,3 +105,24 @@ def test_a_second_signal_ends_at_once(server: tuple[subprocess.Popen[str], str])
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
+
+
+@pytest.mark.parametrize("server", [["--drain-s", "1", "--log-format", "json"]], indirect=True)
+def test_who_is_not_done_in_time_is_told_so(server: tuple[subprocess.Popen[str], str]) -> None:
+    """A supervisor kills after its own patience: better to end streams with an error before. The log stays JSON to the end."""
+    process, url = server
+    stream = Stream(url, 8900)
+    stream.start()
+    assert stream.begun.wait(60)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    stream.join(10)
+    assert stream.lines[-1] == "data: [DONE]"
+    error = json.loads(stream.lines[-2].removeprefix("data: "))["error"]
+    assert (error["type"], error["code"]) == ("server_error", "overloaded")
+    assert process.stderr is not None
+    records = [json.loads(line) for line in process.stderr.read().splitlines()]
+    messages = [record["message"] for record in records]
+    assert any(message.startswith("ready in") for message in messages) and messages[-1] == "stopped"
+    (call,) = [record for record in records if record.get("path") == "/v1/completions"]
+    assert (call["status"], call["error"]) == (200, "overloaded") and call["completion_tokens"] > 0

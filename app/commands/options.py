@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 
 from app.config import Settings, load_settings
 
@@ -46,12 +46,26 @@ def read_settings(file: Path | None, overrides: Mapping[str, Any]) -> Settings:
 def describe(error: Exception) -> str:
     """One line about a refused setting: every bad key with its value and what was expected."""
     if isinstance(error, ValidationError):
-        return "; ".join(
-            f"{'.'.join(map(str, entry['loc']))} = {entry['input']!r}: {entry['msg']}" for entry in error.errors()
-        )
+        return "; ".join(f"{'.'.join(map(str, entry['loc']))}{_shown(entry)}: {entry['msg']}" for entry in error.errors())
     if isinstance(error, FileNotFoundError):
         return f"{error.filename}: no such file"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def _shown(entry: Any) -> str:
+    """The refused value, unless it is a secret."""
+    name = str(entry["loc"][0]) if entry["loc"] else ""
+    return "" if is_secret(name) else f" = {entry['input']!r}"
+
+
+def is_secret(name: str) -> bool:
+    """Whether a setting must never be shown."""
+    return name in Settings.model_fields and SecretStr in _parts(Settings.model_fields[name].annotation)
+
+
+def _parts(annotation: Any) -> set[Any]:
+    """A type and all it is made of."""
+    return {annotation}.union(*map(_parts, getattr(annotation, "__args__", ())))
 
 
 def fail(message: str) -> NoReturn:
@@ -72,7 +86,7 @@ def _config_option() -> inspect.Parameter:
 def _option(name: str) -> inspect.Parameter:
     """The option of one setting. Its default is None, *not given*; the real default is part of the help text."""
     field = Settings.model_fields[name]
-    default = "" if field.default is None else f" Default: {field.default}."
+    default = "" if field.default is None or field.default == () else f" Default: {field.default}."
     option = typer.Option(
         f"--{name.replace('_', '-')}",
         metavar=_kind(field.annotation),

@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import typer
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from app.serving import LoadedEngine
 
-DRAIN_S = 30  # how long answers in flight may take after a stop was asked for; then they end with an error
 _GOODBYE_S = 5  # how long their last bytes may take after that
 
 
@@ -37,8 +37,15 @@ _GOODBYE_S = 5  # how long their last bytes may take after that
 def serve(settings: Settings) -> None:
     """Serve the target model over HTTP, by default the embedded one on 127.0.0.1:8000."""
     started_s = time.monotonic()
-    _log_to_terminal(settings.log_level)
-    say(f"starting (target: {settings.target})")
+    from app.access import exposure_problem
+    from app.logs import set_up_logs
+
+    set_up_logs(settings.log_level, settings.log_format)
+    tell = _say_in_log if settings.log_format == "json" else say
+    problem = exposure_problem(settings)
+    if problem is not None:
+        fail(problem)
+    tell(f"starting (target: {settings.target})")
 
     import uvicorn
 
@@ -54,7 +61,7 @@ def serve(settings: Settings) -> None:
         from app.target import with_local_target
 
         disable_progress_bar()  # it would be drawn through our lines
-        return build(with_local_target(settings, say), say)
+        return build(with_local_target(settings, tell), tell)
 
     def give_up(failure: BaseException) -> None:
         failures.append(failure)
@@ -77,22 +84,22 @@ def serve(settings: Settings) -> None:
 
         def _drain(self, sig: int, frame: FrameType | None) -> None:
             if app.state.serving is not None:
-                app.state.serving.engine.stop(drain_s=DRAIN_S)
+                app.state.serving.engine.stop(drain_s=settings.drain_s)
             super().handle_exit(sig, frame)
 
     server = DrainingServer(
         uvicorn.Config(
             app,
             log_config=None,  # its records go where ours go
-            access_log=settings.log_level == "debug",
+            access_log=False,  # ours says more
             timeout_graceful_shutdown=_GOODBYE_S,
         )
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C, with status 0
     try:
-        asyncio.run(_run(server, app, listener, started_s))
+        asyncio.run(_run(server, app, listener, started_s, tell))
     except KeyboardInterrupt:  # uvicorn repeats the signal when it has shut down
-        say("stopped")
+        tell("stopped")
         if app.state.serving is None or server.force_exit:
             # A thread still computes and cannot be stopped; torch aborts the process when the interpreter ends under it.
             os._exit(0)
@@ -105,14 +112,21 @@ def say(line: str) -> None:
     typer.echo(f"graftserve: {line}", err=True)
 
 
-async def _run(server: uvicorn.Server, app: FastAPI, listener: socket.socket, started_s: float) -> None:
+def _say_in_log(line: str) -> None:
+    """The same for a machine that reads the log."""
+    logging.getLogger("graftserve").info("%s", line)
+
+
+async def _run(
+    server: uvicorn.Server, app: FastAPI, listener: socket.socket, started_s: float, tell: Callable[[str], None]
+) -> None:
     host, port = listener.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     async def announce() -> None:
         while app.state.serving is None:
             await asyncio.sleep(0.02)
-        say(f"ready in {time.monotonic() - started_s:.1f} s at {url} (model: {app.state.serving.model})")
+        tell(f"ready in {time.monotonic() - started_s:.1f} s at {url} (model: {app.state.serving.model})")
 
     watch = asyncio.create_task(announce())
     try:
@@ -142,10 +156,3 @@ def _exit_for(failure: BaseException) -> None:
         raise typer.Exit(2)
     traceback.print_exception(failure)
     raise typer.Exit(1)
-
-
-def _log_to_terminal(level: str) -> None:
-    logging.basicConfig(level=level.upper(), format="%(levelname)s %(name)s: %(message)s")
-    if level == "info":
-        for name in ("app.main", "uvicorn.error"):  # their informational lines repeat what `say` says
-            logging.getLogger(name).setLevel(logging.WARNING)
