@@ -14,7 +14,9 @@ from engine.request import MAX_LOGPROBS, Request, RequestError
 from engine.sequence import end_tokens, rows_needed
 from scheduler.schedule import Schedule
 from tree.draws import TreeKind
-from tree.policies.sampled import SampledPolicy
+from tree.growth import Policy
+from tree.policies.chain import Chain
+from tree.policies.sampled import Delayed, Iid, SampledPolicy, WithoutReplacement
 from verify import EVERY_VERIFIER, check_pair
 
 
@@ -63,9 +65,20 @@ def check_rules(schedule: Schedule, *, allow_lossy: bool) -> None:
         if not rule.lossless and not allow_lossy:
             raise ValueError(f"schedule {schedule.name}: the {name} rule changes the text; it needs allow_lossy = true")
         try:
-            check_pair(rule, kind)
+            check_pair(rule, kind, is_chain=grows_chains(schedule.policy) or not rule.needs_chain)
         except ValueError as error:
             raise ValueError(f"schedule {schedule.name}: {error}") from error
+
+
+def grows_chains(policy: Policy) -> bool:
+    """Whether a policy's trees never branch, whatever is drafted and whatever its budget is cut to."""
+    if isinstance(policy, Iid):
+        return policy.num_paths == 1
+    if isinstance(policy, Delayed):
+        return policy.canonical().num_paths == 1
+    if isinstance(policy, WithoutReplacement):
+        return all(width == 1 for width in policy.widths)
+    return isinstance(policy, Chain)
 
 
 def is_lossless(schedule: RuleNames) -> bool:

@@ -93,6 +93,7 @@ class World:
         max_model_len: int | None = None,
         schedules: Sequence[Schedule] = (),
         auto: AutoBudget | None = None,
+        allow_lossy: bool = False,
     ) -> None:
         self.tokenizer = toy.byte_tokenizer()
         heard = {layer for model in (small, medium) for layer in _listens_to(model)}
@@ -128,6 +129,7 @@ class World:
             model_id="toy",
             max_model_len=max_model_len,
             limits=limits,
+            allow_lossy=allow_lossy,
         )
         self.engine.auto = auto
 

@@ -27,4 +27,4 @@ def check_pair(verifier: Verifier, kind: TreeKind, *, is_chain: bool = True) -> 
     if kind not in verifier.accepts:
         raise ValueError(f"the {verifier.name} rule cannot verify {kind.value} trees: {_NOT[kind]}")
     if verifier.needs_chain and not is_chain:
-        raise ValueError(f"the {verifier.name} rule verifies chains only, and this tree branches")
+        raise ValueError(f"the {verifier.name} rule verifies chains only, and these trees branch")
