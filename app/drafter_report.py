@@ -1,4 +1,4 @@
-"""What was measured of drafters, as tables, as a line of calibration, as JSON and as a drawing."""
+"""What was measured of drafters, as tables, as a line of calibration, as JSON and as charts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 from app.drafter_price import TARGET, Price
 from app.drafter_quality import FLOOR, NUM_BINS, DepthQuality, Quality
 from app.measure import spread
-from app.svg import Panel, page
+from app.plots import Curve, Panel
 
 COLUMNS = ("depth", "positions", "answered", "top-1", "top-4", "log-loss", "p = 0", "calibration error")
-# Told apart by people who do not see all colors, too.
-_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 
 
 def quality_rows(quality: Quality) -> list[tuple[str, ...]]:
@@ -91,27 +89,26 @@ def price_json(prices: Sequence[Price]) -> list[dict[str, Any]]:
     ]
 
 
-def drawing(qualities: Sequence[Quality]) -> str:
-    """An SVG page: agreement by depth, and calibration at depth 1, where larger dots stand for more positions."""
-    deepest = max(len(quality.depths) for quality in qualities)
-    fractions = [tick / 4 for tick in range(5)]
-    depths = range(1, deepest + 1)
-    agreement = Panel("agreement with the target", (0.5, deepest + 0.5), (0, 1), depths, fractions, "depth", "share right")
-    title = "calibration at depth 1"
-    calibration = Panel(title, (0, 1), (0, 1), fractions, fractions, "probability of the best token", "share right")
-    calibration.curve([(0, 0), (1, 1)], "#999", dashed=True, sizes=[0, 0])
-    names = []
-    for index, quality in enumerate(qualities):
-        color = _COLORS[index % len(_COLORS)]
-        for name, dashed in (("top1", False), ("top4", True)):
-            points = [(float(counts.depth), value) for counts in quality.depths if (value := getattr(counts, name)) is not None]
-            agreement.curve(points, color, dashed=dashed)
+def panels(qualities: Sequence[Quality]) -> list[Panel]:
+    """Agreement by depth, and calibration at depth 1, where larger dots stand for more positions."""
+    agreement: list[Curve] = []
+    calibration = [Curve("", (0, 1), (0, 1), None, "--")]
+    for number, quality in enumerate(qualities):
+        for title, name, style in (("top-1", "top1", "-"), ("top-4", "top4", "--")):
+            found = [(counts.depth, value) for counts in quality.depths if (value := getattr(counts, name)) is not None]
+            xs, ys = [depth for depth, _ in found], [value for _, value in found]
+            agreement.append(Curve(f"{quality.drafter}, {title}", xs, ys, number, style))
         first = quality.depths[0]
         bins = [b for b in first.bins if b.count]
-        sizes = [2 + 8 * (b.count / first.answered) ** 0.5 for b in bins]
-        calibration.curve([(b.confidence, b.agreed) for b in bins], color, sizes=sizes)
-        names += [(f"{quality.drafter}, top-1", color, False), (f"{quality.drafter}, top-4", color, True)]
-    return page([agreement, calibration], names)
+        sizes = [3 + 12 * (b.count / first.answered) ** 0.5 for b in bins]
+        name = f"{quality.drafter}, top-1"
+        calibration.append(Curve(name, [b.confidence for b in bins], [b.agreed for b in bins], number, sizes=sizes))
+    whole, share = (-0.02, 1.02), "share right"
+    deepest = max(len(quality.depths) for quality in qualities)
+    return [
+        Panel("agreement with the target", agreement, "depth", share, (0.5, deepest + 0.5), whole, whole_x=True),
+        Panel("calibration at depth 1", calibration, "probability of the best token", share, whole, whole),
+    ]
 
 
 def _depth_json(counts: DepthQuality) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from torch import nn
 from distill.batches import Texts
 from distill.beginnings import begin_head, begin_lm, head_layers, recorded_layers, spread_layers
 from distill.card import model_card
-from distill.curves import draw_curves
 from distill.data import DataPlan, count_tokens, write_data
 from distill.students import HeadStudent, LMStudent
 from distill.train import LOG, Progress, TrainPlan, read_log, read_state, train
@@ -115,9 +114,7 @@ def make_drafter(
         head=student.head.config if isinstance(student, HeadStudent) else None,
     )
     save_drafter(out, info, module, ids)
-    log = read_log(out)
-    (out / "README.md").write_text(model_card(info, log))
-    draw_curves(log, out / "curves.svg", f"{recipe.family}:{recipe.num_layers} for {name}")
+    (out / "README.md").write_text(model_card(info, read_log(out)))
     state = "done" if progress.tokens >= plan.tokens else "not finished; the same command goes on"
     hits = " / ".join(f"{value:.3f}" for value in progress.agreement)
     return f"{out}: {progress.tokens:,} of {plan.tokens:,} tokens ({state}); agreement by depth {hits}"

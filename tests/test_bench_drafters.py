@@ -21,9 +21,10 @@ from typer.testing import CliRunner, Result
 
 from app.commands.bench import bench
 from app.drafter_price import TARGET, Plan, prices
-from app.drafter_quality import FLOOR, DepthQuality, Extent, Quality, Text, measure, num_positions
-from app.drafter_report import calibration_line, drawing, quality_json, quality_rows
+from app.drafter_quality import FLOOR, DepthQuality, Extent, Text, measure, num_positions
+from app.drafter_report import calibration_line, panels, quality_json, quality_rows
 from app.measure import WARM_UP, Timed, take_turns
+from app.plots import draw
 from app.teacher_forcing import Memory, Trail, read_text
 from drafters.base import DraftRequest, Halt
 from drafters.causal_lm import CausalLMDrafter
@@ -411,23 +412,27 @@ def test_turns_alternate_and_the_warm_up_is_thrown_away() -> None:
     assert [len(thing.seconds) for thing in things] == [2, 2]
 
 
-def test_a_drafter_without_any_position_is_reported_and_not_divided_by() -> None:
+def test_a_drafter_without_any_position_is_reported_and_not_divided_by(tmp_path: Path) -> None:
     """A run over answers of one token each should end in a report, not in a traceback."""
     quality = measure(Told(lambda text: only(1)), [counting(3, 1)], Extent(), no_hidden)
     assert quality_rows(quality)[0] == ("1", "0", "-", "-", "-", "-", "-", "-")
     assert "no calibration" in calibration_line(quality)
     assert json.loads(json.dumps(quality_json(quality)))["depths"][0]["top1"] is None
-    ElementTree.fromstring(drawing([quality]))
+    draw(panels([quality]), tmp_path / "empty.svg")
+    ElementTree.parse(tmp_path / "empty.svg")
 
 
-def test_the_drawing_is_a_document_and_names_are_escaped() -> None:
-    """A viewer shows nothing at all of a file that is not well-formed."""
+def test_the_charts_show_every_share_that_was_measured() -> None:
+    """A drafter that is missing there, or a curve under the wrong name, would be chosen or dropped for another's numbers."""
     drafter = Told(lambda text: only(text[-1] + 1 + text[-1] % 3 // 2, 0.7))
-    drafter.name = "a<b&c"
-    qualities: list[Quality] = [measure(drafter, [counting(4, 30)], Extent(), no_hidden)]
-    root = ElementTree.fromstring(drawing(qualities))
-    assert [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")][-2:] == ["a<b&c, top-1", "a<b&c, top-4"]
-    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 4
+    quality = measure(drafter, [counting(4, 30)], Extent(), no_hidden)
+    agreement, calibration = panels([quality])
+    for curve, name in zip(agreement.curves, ("top1", "top4"), strict=True):
+        assert curve.name.startswith("told, top-") and list(curve.xs) == [1, 2, 3, 4, 5]
+        assert list(curve.ys) == [getattr(counts, name) for counts in quality.depths]
+    diagonal, bins = calibration.curves
+    assert diagonal.name == "" and len(bins.xs) == len(bins.ys) == len(bins.sizes) == 1
+    assert (bins.xs[0], bins.ys[0]) == (pytest.approx(0.7), quality.depths[0].top1)
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -507,7 +512,7 @@ def test_a_bad_file_of_prompts_is_named(
 
 
 @pytest.mark.parametrize(
-    ("option", "file"), [("--json", "nowhere/out.json"), ("--plot", "nowhere/out.svg"), ("--plot", "out.png")]
+    ("option", "file"), [("--json", "nowhere/out.json"), ("--plot", "nowhere/out.svg"), ("--plot", "out.gif")]
 )
 def test_what_could_not_be_written_is_refused_before_measuring(
     option: str, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,6 +28,7 @@ ONLY_IN: dict[str, set[str]] = {
     "starlette": {"app"},
     "uvicorn": {"app"},
     "prometheus_client": {"app"},
+    "matplotlib": {"app"},
     "typer": {"app"},
     "pydantic_settings": {"app"},
     "opentelemetry": {"app"},

@@ -13,6 +13,7 @@ import typer
 from app.commands.options import describe, fail, takes_settings
 from app.commands.texts import greedy_texts
 from app.config import Settings
+from app.plots import check_file
 
 if TYPE_CHECKING:
     from app.drafter_quality import Text
@@ -35,7 +36,7 @@ def drafters(
     stride: Annotated[int, typer.Option(min=1, help="Measure depths 2 to 5 at every Nth token of an answer.")] = 4,
     rounds: Annotated[int, typer.Option(min=0, help="Rounds of the price table; 0: leave it out.")] = 15,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result there too.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Draw agreement and calibration there.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png|svg", help="Draw agreement and calibration there.")] = None,
 ) -> None:
     """Measure how often each drafter agrees with the target, by depth, and what its forwards cost."""
     from app.commands.loading import load
@@ -45,15 +46,16 @@ def drafters(
     from app.drafter_report import (
         COLUMNS,
         calibration_line,
-        drawing,
         halt_lines,
         legend,
+        panels,
         price_json,
         price_rows,
         quality_json,
         quality_rows,
     )
     from app.measure import finish, show
+    from app.plots import draw
     from app.prompt_sets import read_prompts
     from app.teacher_forcing import Memory, read_text
     from engine.engine import Engine
@@ -99,7 +101,7 @@ def drafters(
     for name, reason in missing.items():
         typer.echo(f"{name} gave up while it was timed ({reason})")
     if plot is not None:
-        plot.write_text(drawing(qualities), "utf-8")
+        draw(panels(qualities), plot)
     record = {
         "model": engine.model_id,
         "prompts": len(texts),
@@ -119,5 +121,8 @@ def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
     for file in (json_file, plot):
         if file is not None and not file.parent.is_dir():
             fail(f"{file}: there is no folder {file.parent}")
-    if plot is not None and plot.suffix != ".svg":
-        fail(f"{plot}: drawings are written as .svg files")
+    if plot is not None:
+        try:
+            check_file(plot)
+        except ValueError as error:
+            fail(str(error))

@@ -44,7 +44,10 @@ def distill(
 
     from app.commands.loading import local_target
     from app.commands.serve import say
+    from app.distill_plot import training_panels
+    from app.plots import draw
     from distill.run import Recipe, make_drafter
+    from distill.train import read_log
     from models.loading import choose_placement, load_model, load_tokenizer
 
     match = re.fullmatch(r"(head|lm):([1-9]\d*)", student)
@@ -85,6 +88,7 @@ def distill(
                 extra,
                 bars,
             )
+        draw(training_panels(read_log(out)), out / "curves.svg", f"{student} for {Path(source).name}")
     except (ValueError, ArithmeticError, OSError) as error:
         fail(describe(error))
     say(made)
