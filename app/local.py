@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from app.bridge import Engine
 from app.errors import RequestFailed
 from engine.request import Delta, FinishReason, Request, RequestStats
+from engine.sequence import TreeRecord
 from models.sampling import SamplingParams
 
 _ids = itertools.count()
@@ -39,6 +40,7 @@ class Answer:
     text: str
     finish_reason: FinishReason
     stats: RequestStats
+    trees: tuple[TreeRecord, ...] = ()  # as many as the question asked to keep, newest last
 
 
 @contextmanager
@@ -130,4 +132,5 @@ def _joined(deltas: Sequence[Delta]) -> Answer:
         "".join(delta.text for delta in deltas),
         last.finish_reason,
         last.stats,
+        tuple(record for record in last.trees if isinstance(record, TreeRecord)),
     )

@@ -53,8 +53,8 @@ def check_file(file: Path) -> None:
         raise ValueError(f"{file}: drawings are written as {' or '.join(FORMATS)} files")
 
 
-def draw(panels: Sequence[Panel], file: Path, title: str = "") -> None:
-    """Draw panels side by side, one legend for all below them, into a file whose ending says the format.
+def draw(panels: Sequence[Panel], file: Path, title: str = "", columns: int | None = None) -> None:
+    """Draw panels side by side, or `columns` of them in a row, one legend for all below; the file's ending says the format.
 
     No window system and no global state is used. ValueError for another ending than those of `FORMATS`, OSError for a file
     that cannot be written.
@@ -64,15 +64,17 @@ def draw(panels: Sequence[Panel], file: Path, title: str = "") -> None:
     from matplotlib.ticker import MaxNLocator
 
     check_file(file)
-    names = dict.fromkeys(curve.name for panel in panels for curve in panel.curves if curve.name)
-    legend_height = _LEGEND_LINE * (-(-len(names) // _MOST_PER_LINE) + 1)
-    width, height = _PANEL[0] * len(panels), _PANEL[1] + legend_height
+    num_names = len({curve.name for panel in panels for curve in panel.curves if curve.name})
+    legend_height = _LEGEND_LINE * (-(-num_names // _MOST_PER_LINE) + 1)
+    across = columns or len(panels)
+    down = -(-len(panels) // across)
+    width, height = _PANEL[0] * across, _PANEL[1] * down + legend_height
     # Text stays text in an SVG, and the same data gives the same file. A "$" in a name is no formula.
     options = {"svg.fonttype": "none", "svg.hashsalt": "graftserve", "text.parse_math": False}
     with rc_context(options):
         figure = Figure(figsize=(width, height), layout="constrained")
         shown = {}
-        for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        for panel, axes in zip(panels, figure.subplots(down, across, squeeze=False).flat, strict=True):
             axes.set_title(panel.title)
             axes.set_xlabel(panel.x_title)
             axes.set_ylabel(panel.y_title)
@@ -81,7 +83,8 @@ def draw(panels: Sequence[Panel], file: Path, title: str = "") -> None:
             for number, curve in enumerate(panel.curves):
                 color = _GRAY if curve.color is None else _COLORS[curve.color % len(_COLORS)]
                 marker = "" if curve.color is None else _MARKERS[curve.color // len(_COLORS) % len(_MARKERS)]
-                (line,) = axes.plot(curve.xs, curve.ys, curve.style or "none", color=color, gid=f"{panel.title} {number}")
+                gid, style = f"{panel.title} {number}", curve.style or "none"
+                (line,) = axes.plot(curve.xs, curve.ys, linestyle=style, color=color, gid=gid)
                 if curve.sizes:
                     areas = [size**2 for size in curve.sizes]
                     axes.scatter(curve.xs, curve.ys, s=areas, color=color, alpha=0.7, marker=marker or "o")
@@ -97,7 +100,8 @@ def draw(panels: Sequence[Panel], file: Path, title: str = "") -> None:
         if title:
             figure.suptitle(title)
         if shown:
-            columns = min(len(shown), _MOST_PER_LINE)
-            figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, frameon=False)
+            per_line = min(len(shown), _MOST_PER_LINE)
+            lines, names = list(shown.values()), list(shown)
+            figure.legend(lines, names, loc="outside lower center", ncols=per_line, frameon=False)
         kind = file.suffix.removeprefix(".")
         figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)

@@ -45,6 +45,7 @@ def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[st
     scored.draft.halts.extend(show_hidden(sequence, drafters, start, scored.hidden, fed))
     if sequence.request.keep_trees:
         sequence.trees.append(TreeRecord(tree, tuple(scored.nodes), verdict.path, verdict.extra))
+        tree.proposals.clear()  # rows over the vocabulary: a megabyte for five nodes
     policy = sequence.schedule.policy
     if isinstance(policy, AdaptiveShape):  # the one policy that learns from what became of its trees
         learned = policy.after(len(verdict.path), max(tree.depth))

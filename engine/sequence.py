@@ -24,7 +24,7 @@ from verify import EVERY_VERIFIER
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeRecord:
-    """A draft tree as it was verified: kept for people who want to look at it."""
+    """A draft tree as it was verified: kept for people who want to look at it. The rows it was drawn from are not kept."""
 
     tree: TokenTree
     nodes: tuple[int, ...]  # verified, root first

@@ -1,4 +1,5 @@
-"""``graftserve bench``: measurements of the models as configured. ``bench drafters``: how good and how dear the drafters are.
+"""``graftserve bench``: measurements of the models as configured. ``bench drafters``: how good and how dear
+the drafters are; ``bench verifiers``: what trees and rules make of them.
 
 Exit status: 0, 1 for our own failures, 2 for what the user can mend.
 """
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from app.commands.bench_verifiers import verifiers
 from app.commands.options import describe, fail, takes_settings
+from app.commands.outputs import check_outputs
 from app.commands.texts import greedy_texts
 from app.config import Settings
-from app.plots import check_file
 
 if TYPE_CHECKING:
     from app.drafter_quality import Text
@@ -21,9 +23,7 @@ if TYPE_CHECKING:
 bench = typer.Typer(help="Measure the models as configured, on this machine.", no_args_is_help=True)
 
 
-@bench.callback()
-def _bench() -> None:
-    """A program of several commands even while there is one."""
+bench.command("verifiers")(takes_settings(verifiers))
 
 
 @bench.command("drafters")
@@ -61,7 +61,7 @@ def drafters(
     from engine.engine import Engine
     from models.loading import choose_placement
 
-    _check_outputs(json_file, plot)
+    check_outputs(json_file, plot)
     try:
         conversations = read_prompts(prompts, limit)
         placement = choose_placement(settings.device, settings.weights)
@@ -114,15 +114,3 @@ def drafters(
         "prices": {"context": plan.context, "rounds": rounds, "missing": missing, "samples": price_json(priced)},
     }
     finish("drafters", placement, record, json_file)
-
-
-def _check_outputs(json_file: Path | None, plot: Path | None) -> None:
-    """Refuse before the measuring what could not be written after it."""
-    for file in (json_file, plot):
-        if file is not None and not file.parent.is_dir():
-            fail(f"{file}: there is no folder {file.parent}")
-    if plot is not None:
-        try:
-            check_file(plot)
-        except ValueError as error:
-            fail(str(error))

@@ -6,8 +6,6 @@ Exit status: 0 if no text differs beyond near ties, 1 if one does, 2 for what th
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +37,7 @@ def prove(
     from rich.console import Console
 
     from app.commands.loading import load
+    from app.commands.progress import answer_bar
     from app.commands.serve import say
     from app.errors import RequestFailed
     from app.local import running
@@ -78,7 +77,7 @@ def prove(
         subject = Subject(engine, [encode(tokenizer, messages) for messages in conversations], max_tokens, seed)
         trials = plan_trials(names, concurrency, plain_is_reference=plain is None)
         judge = Judge(lambda: plain or load_plain(), tolerance)
-        with running(engine), _progress(len(subject.prompts) * (len(trials) + 2)) as on_answer:
+        with running(engine), answer_bar(len(subject.prompts) * (len(trials) + 2)) as on_answer:
             results = compare(subject, trials, judge, written, on_answer)
     except RequestError as error:
         fail(str(error))
@@ -109,15 +108,3 @@ def prove(
         json_file.write_text(line + "\n", "utf-8")
     typer.echo(line)
     raise typer.Exit(1 if word == "FAIL" else 0)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on standard error while answers come in."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda who: progress.update(task, advance=1, description=who)
