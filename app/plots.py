@@ -61,6 +61,7 @@ def draw(panels: Sequence[Panel], file: Path, title: str = "", columns: int | No
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
     check_file(file)
@@ -70,10 +71,9 @@ def draw(panels: Sequence[Panel], file: Path, title: str = "", columns: int | No
     down = -(-len(panels) // across)
     width, height = _PANEL[0] * across, _PANEL[1] * down + legend_height
     # Text stays text in an SVG, and the same data gives the same file. A "$" in a name is no formula.
-    options = {"svg.fonttype": "none", "svg.hashsalt": "graftserve", "text.parse_math": False}
-    with rc_context(options):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "graftserve", "text.parse_math": False}):
         figure = Figure(figsize=(width, height), layout="constrained")
-        shown = {}
+        shown: dict[str, Line2D] = {}
         for panel, axes in zip(panels, figure.subplots(down, across, squeeze=False).flat, strict=True):
             axes.set_title(panel.title)
             axes.set_xlabel(panel.x_title)

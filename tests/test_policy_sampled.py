@@ -93,6 +93,33 @@ def test_an_excluded_token_is_never_drawn(seed: int, number: float) -> None:
     assert all(q[token] > 0 for token in distinct)
 
 
+@given(seed=st.integers(0, 10**9), size=st.sampled_from([255, 256, 257, 1000]), share=st.sampled_from([0.01, 0.3, 1.0]))
+@settings(max_examples=60)
+def test_draws_from_a_wide_row_are_inversions(seed: int, size: int, share: float) -> None:
+    """Rows are searched block by block; at the seams between blocks a draw must not be lost or go to an excluded token."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.rand(size, generator=generator) * (torch.rand(size, generator=generator) < share)
+    q[seed % size] = 0.5
+    ends = q.double().cumsum(0)
+    seams = [(ends[i] / ends[-1]).item() for i in range(255, size - 1, 256)]
+    numbers = [0.0, 1 - 2.0**-53, *torch.rand(50, generator=generator, dtype=torch.float64).tolist(), *seams]
+    drawn = draw(q, [min(number, 1 - 2.0**-53) for number in numbers])
+    assert all(q[token] > 0 for token in drawn)
+    for number, token in zip(numbers, drawn, strict=True):
+        before, after = (ends[token] - q[token].double()).item(), ends[token].item()
+        assert before - 1e-9 <= number * ends[-1].item() <= after + 1e-9
+
+
+@given(seed=st.integers(0, 10**9), count=st.integers(1, 12), levels=st.sampled_from([2, 5, 100000]))
+@settings(max_examples=60)
+def test_best_tokens_are_those_of_a_stable_sort(seed: int, count: int, levels: int) -> None:
+    """Finding them without a sort must not change the order, ties included."""
+    q = torch.randint(0, levels, (300,), generator=torch.Generator().manual_seed(seed)) / levels
+    values, tokens = q.sort(descending=True, stable=True)
+    expected = [token for token, value in zip(tokens.tolist(), values.tolist(), strict=True) if value > 0]
+    assert best_tokens(q, count) == expected[:count]
+
+
 def test_draws_without_replacement_renormalize() -> None:
     """Golden: after token 1 the row (.25, .5, .25) is (.5, 0, .5)."""
     q = torch.tensor([0.25, 0.5, 0.25])
@@ -124,7 +151,7 @@ def test_tokens_outside_the_vocabulary_leave_the_row_before_drawing() -> None:
     """Dropping them after they were drawn would be pruning by value."""
     q = torch.tensor([0.1, 0.3, 0.6], dtype=torch.bfloat16)
     row = usable_row(q, 2)
-    assert row is not None and row.dtype == torch.float32 and len(row) == 2
+    assert row is not None and row.dtype == torch.float64 and len(row) == 2
     growth, _ = grow(Iid(4, 2), vocab=6, vocab_size=3)
     assert max(growth.tree.token[1:]) < 3
     assert all(len(q) == 3 for q in growth.tree.proposals.values())

@@ -14,6 +14,7 @@ Traps:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -22,6 +23,9 @@ import torch
 
 if TYPE_CHECKING:
     from tree.tree import TokenTree
+
+
+_BLOCK = 256  # tokens
 
 
 class TreeKind(Enum):
@@ -42,16 +46,14 @@ def usable_row(q: torch.Tensor | None, vocab_size: int) -> torch.Tensor | None:
         vocab_size: number of tokens that may become nodes.
 
     Returns:
-        ``[at most vocab_size]``, float32 or float64. None for a missing row and for one with NaN, infinity or no mass:
+        ``[at most vocab_size]`` float64. None for a missing row and for one with NaN, infinity or no mass:
         then no child is drawn, which depends on the context only.
     """
     if q is None:
         return None
     assert q.ndim == 1, f"q must be [vocab], not {list(q.shape)}"
-    row = q[:vocab_size]
-    row = row if row.dtype == torch.float64 else row.float()
-    mass = row.double().sum().item()
-    return row if 0.0 < mass < float("inf") else None
+    row = q[:vocab_size].double()  # once, and not again for every draw
+    return row if 0.0 < row.sum().item() < float("inf") else None
 
 
 def draw(q: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
@@ -59,11 +61,23 @@ def draw(q: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
 
     `q` is ``[vocab]`` weights with some mass on any device.
     """
-    cumulative = q.double().cumsum(0)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=q.device) * cumulative[-1]
-    found: list[int] = torch.searchsorted(cumulative, targets, right=True).tolist()
-    # Rounding cannot push a target to the total, whatever the total; an index behind the last token would be our fault.
-    assert all(token < len(q) for token in found), f"no mass to draw from, or numbers outside [0, 1): {uniforms}"
+    # First a block of tokens, then a token in it: a sum over the vocabulary is much faster than a cumulative one.
+    rest = -len(q) % _BLOCK
+    blocks = (torch.nn.functional.pad(q.double(), (0, rest)) if rest else q.double()).view(-1, _BLOCK)
+    ends: list[float] = blocks.sum(1).cumsum(0).tolist()
+    inside: dict[int, list[float]] = {}  # block -> its cumulative sums
+    found: list[int] = []
+    for number in uniforms:
+        target = number * ends[-1]
+        block = bisect_right(ends, target)
+        # Rounding cannot push a target to the total, whatever the total; a block behind the last one would be our fault.
+        assert 0.0 <= number and block < len(ends), f"no mass to draw from, or numbers outside [0, 1): {uniforms}"
+        if block not in inside:
+            inside[block] = blocks[block].cumsum(0).tolist()
+        sums = inside[block]
+        place = bisect_right(sums, target - (ends[block - 1] if block else 0.0))
+        # The block's end was rounded otherwise than the sums inside; nothing comes behind its last possible token.
+        found.append(block * _BLOCK + min(place, bisect_left(sums, sums[-1])))
     return found
 
 
@@ -86,9 +100,11 @@ def best_tokens(q: torch.Tensor, count: int) -> list[int]:
     """The `count` tokens with the highest q > 0, by (q descending, id ascending); fewer if q has fewer."""
     if count < 1:
         return []
-    # A sort and not topk, whose order among equal values is unspecified, so that ties cost no reproducibility.
-    values, tokens = q.sort(descending=True, stable=True)
-    return [token for token, value in zip(tokens[:count].tolist(), values[:count].tolist(), strict=True) if value > 0]
+    # Which of several equal values topk gives is unspecified, so it only says which value is the last.
+    last = q.topk(min(count, len(q))).values[-1]
+    tokens: list[int] = (q >= last).nonzero()[:, 0].tolist() if last > 0 else q.nonzero()[:, 0].tolist()
+    values: list[float] = q[tokens].tolist()
+    return [token for _, token in sorted((-value, token) for value, token in zip(values, tokens, strict=True))][:count]
 
 
 def without(q: torch.Tensor, tokens: Iterable[int]) -> torch.Tensor:
