@@ -38,6 +38,7 @@ from engine.request import (
     StepStats,
     StepTimes,
 )
+from engine.rows import probability_rows
 from engine.score import Scored
 from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
@@ -46,7 +47,6 @@ from engine.text import TextStream
 from engine.trace import StepTrace, trace_step
 from engine.turn import Turn, fitting_nodes, plan_turn
 from models.causal_lm import CausalLM
-from models.sampling import probabilities
 from scheduler.auto_budget import AutoBudget
 from scheduler.registry import PLAIN
 from scheduler.schedule import Schedule
@@ -403,7 +403,7 @@ class Engine:
         elif sequence.num_required:
             depths = [tree.depth[node] for node in scored.nodes]
             logits = without_ends(logits, sequence.end_tokens, depths, sequence.num_required)
-        rows = logits if sampling.greedy else probabilities(logits, sampling)
+        rows = logits if sampling.greedy else probability_rows(logits, sampling)
         noise = TargetNoise(sampling.seed, sequence.num_output)
         return rule(tree, scored.nodes, rows, noise)
 

@@ -53,6 +53,18 @@ class Noise(Protocol):
         """
 
 
+class Rows(Protocol):
+    """The target's rows ``[nodes, vocab]``: a tensor, or anything that makes a row when it is asked for it."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __getitem__(self, index: int, /) -> torch.Tensor: ...
+
+
 class Verifier(Protocol):
     """A decision rule."""
 
@@ -76,11 +88,12 @@ class Verifier(Protocol):
     def reads_logits(self) -> bool:
         """True for rules of temperature 0, whose rows are logits; the others read probabilities."""
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide for the subset `nodes` of `tree` (ascending, root first, ancestor-closed).
 
         Args:
             rows: ``[len(nodes), vocab]`` target rows, row i at node ``nodes[i]``; logits for the greedy rule,
-                probabilities (after temperature, top-k, top-p) for the others. Any device, any float type.
+                probabilities (after temperature, top-k, top-p) for the others. Any device, any float type. Rules of logits
+                need them as one tensor.
             noise: the random numbers of the output positions at the tree's depths.
         """

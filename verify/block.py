@@ -21,11 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
-
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.ratio import EMPTY, Tests, check_call, draw_by_race, excess, normalized, proposal, ratio
 
 
@@ -39,7 +37,7 @@ class Block:
     needs_chain: ClassVar[bool] = True
     reads_logits: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and the chain's rows. Raise ValueError for a tree that branches."""
         row = check_call(self, tree, nodes, rows)
         chain = [0]  # node of x_i at i

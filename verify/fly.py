@@ -18,7 +18,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.pairs import check_pair
 
 _BEST = 3  # tokens whose entropy is taken; their probabilities are not normalized to sum to 1
@@ -41,8 +41,9 @@ class Fly:
         if self.window < 0:
             raise ValueError(f"window must be at least 0, got {self.window}")
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from logits ``[len(nodes), vocab]`` at temperature 1. Raise ValueError for a tree that branches."""
+        assert isinstance(rows, torch.Tensor), "logits are looked at all together"
         assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
         parents = [tree.parent[node] for node in nodes[1:]]
         check_pair(self, tree.kind, is_chain=parents == list(nodes[:-1]))

@@ -14,7 +14,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.walk import descend
 
 
@@ -28,8 +28,9 @@ class Greedy:
     needs_chain: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = True
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from logits ``[len(nodes), vocab]`` (any monotone function of them will do); `noise` is not used."""
+        assert isinstance(rows, torch.Tensor), "logits are looked at all together"
         assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
         best: list[int] = rows.argmax(dim=-1).tolist()  # argmax returns the first of equal maxima
         return descend(tree, nodes, best.__getitem__)

@@ -34,7 +34,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.ratio import Tests, excess, ratio, top_down
 
 Floats = npt.NDArray[np.float64]
@@ -171,6 +171,6 @@ class Khisti:
         law = duels[-1].law if duels else q
         return token if tests.accept(ratio(p, law, token)) else excess(p, law)
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and the tree's draws."""
         return top_down(self, tree, nodes, rows, noise, self.solve)

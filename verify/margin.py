@@ -17,7 +17,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,9 @@ class Margin:
         if self.max_promotions is not None and self.max_promotions < 0:
             raise ValueError(f"max_promotions must be at least 0 or None, got {self.max_promotions}")
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from logits ``[len(nodes), vocab]`` at temperature 1; `noise` is not used."""
+        assert isinstance(rows, torch.Tensor), "logits are looked at all together"
         assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
         row = {node: i for i, node in enumerate(nodes)}
         least = math.log(self.kappa) if self.kappa > 0.0 else -math.inf

@@ -20,7 +20,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.ratio import Tests, excess, ratio, top_down
 
 
@@ -40,6 +40,6 @@ class Naive:
     needs_chain: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and the tree's draws."""
         return top_down(self, tree, nodes, rows, noise, solve)

@@ -24,7 +24,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict, Verifier
+from verify.base import Noise, Rows, Verdict, Verifier
 from verify.pairs import check_pair
 from verify.walk import descend, exponentials_at, race
 
@@ -94,7 +94,7 @@ def excess(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p - q).clamp_(min=0.0)
 
 
-def check_call(verifier: Verifier, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor) -> dict[int, int]:
+def check_call(verifier: Verifier, tree: TokenTree, nodes: Sequence[int], rows: Rows) -> dict[int, int]:
     """Check what every ratio rule needs; return the row number of each verified node.
 
     Raise ValueError for a tree the rule is wrong on, AssertionError for rows that do not match, or if a drawn child was
@@ -112,7 +112,7 @@ def check_call(verifier: Verifier, tree: TokenTree, nodes: Sequence[int], rows: 
 
 
 def top_down(
-    verifier: Verifier, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise, solve: Solver
+    verifier: Verifier, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise, solve: Solver
 ) -> Verdict:
     """Walk from the root along what `solve` names. Only nodes on the way are computed, each with a few waits for a GPU."""
     check_call(verifier, tree, nodes, rows)

@@ -23,7 +23,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.ratio import EMPTY, Tests, excess, ratio, top_down
 
 
@@ -74,7 +74,7 @@ class SpecInfer:
 
     shuffled: bool = False  # test in random order, as 2602.16994 does; else in drawing order
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and the tree's draws."""
 
         def one(p: torch.Tensor, q: torch.Tensor, draws: Sequence[int], tests: Tests) -> int | torch.Tensor:
@@ -93,6 +93,6 @@ class DistinctRejection:
     needs_chain: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and the tree's draws."""
         return top_down(self, tree, nodes, rows, noise, solve_distinct)

@@ -24,7 +24,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.ratio import Tests, ratio, top_down
 
 _HALVINGS = 60  # of [1, k]: down to the last bits of a float64
@@ -97,6 +97,6 @@ class SpecTr:
     needs_chain: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and the tree's draws."""
         return top_down(self, tree, nodes, rows, noise, solve)

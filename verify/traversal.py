@@ -31,7 +31,7 @@ from torch import Tensor
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 from verify.block import chance_of
 from verify.ratio import EMPTY, Tests, check_call, draw_by_race, excess, normalized, proposal, ratio
 
@@ -78,7 +78,7 @@ class Traversal:
     needs_chain: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and the tree's draws; a row is read when it is reached."""
         row = check_call(self, tree, nodes, rows)
 

@@ -23,7 +23,7 @@ import torch
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
-from verify.base import Noise, Verdict
+from verify.base import Noise, Rows, Verdict
 
 
 def descend(tree: TokenTree, nodes: Sequence[int], choose: Callable[[int], int]) -> Verdict:
@@ -65,7 +65,7 @@ def race(p: torch.Tensor, exponentials: torch.Tensor) -> torch.Tensor:
     return torch.where(speed.gather(-1, token.unsqueeze(-1)).squeeze(-1) > 0, token, -1)
 
 
-def walk_lazily(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+def walk_lazily(tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
     """Race only at the nodes that are reached, one more than are accepted. For rows that cost nothing to look at."""
 
     def choose(i: int) -> int:
@@ -83,7 +83,7 @@ def walk_at_once(tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, nois
     return descend(tree, nodes, tokens.__getitem__)
 
 
-def exponentials_at(noise: Noise, depth: int, rows: torch.Tensor) -> torch.Tensor:
+def exponentials_at(noise: Noise, depth: int, rows: Rows) -> torch.Tensor:
     """``[vocab]`` on the CPU: the numbers of an output position for `rows` ``[..., vocab]``, checked."""
     exponentials = noise.exponentials(depth, rows.shape[-1])
     assert exponentials.shape == rows.shape[-1:], f"rows {tuple(rows.shape)}, exponentials {tuple(exponentials.shape)}"
@@ -102,8 +102,9 @@ class TargetWalk:
     needs_chain: ClassVar[bool] = False
     reads_logits: ClassVar[bool] = False
 
-    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: torch.Tensor, noise: Noise) -> Verdict:
+    def __call__(self, tree: TokenTree, nodes: Sequence[int], rows: Rows, noise: Noise) -> Verdict:
         """Decide from probabilities ``[len(nodes), vocab]`` and one vector of exponentials per depth."""
         assert rows.ndim == 2 and rows.shape[0] == len(nodes), f"{len(nodes)} nodes, rows {tuple(rows.shape)}"
-        walk = walk_lazily if rows.device.type == "cpu" else walk_at_once
-        return walk(tree, nodes, rows, noise)
+        if isinstance(rows, torch.Tensor) and rows.device.type != "cpu":
+            return walk_at_once(tree, nodes, rows, noise)
+        return walk_lazily(tree, nodes, rows, noise)
