@@ -9,7 +9,7 @@ from app.config import ScheduleDefinition
 from tree.policies.sampled import WithoutReplacement
 
 _LONGEST = 8  # tokens of a chain; further ones are hardly ever reached
-_WIDTHS = (3, 2, 2, 1, 1, 1)  # of a full tree of distinct draws, cut to the budget
+_WIDTHS = (2, 2, 1, 1, 1)  # of a full tree of distinct draws below its first layer: 19 nodes for each of that
 
 
 def default_pairs(
@@ -32,7 +32,7 @@ def default_pairs(
     iid = {"num_paths": size // depth, "length": depth}
     delayed = {"num_paths": max((size - trunk) // branch, 1), "trunk": trunk, "branch": branch}
     path = {"num_paths": 1, "length": length}
-    distinct = {"widths": WithoutReplacement(_WIDTHS).with_budget(budget).widths}
+    distinct = {"widths": WithoutReplacement((max(3, size // 19), *_WIDTHS)).with_budget(budget).widths}
     one = {"width": 3, "frontier": max(size // 8, 1), "depth": min(size, 5), "budget": budget}
     talon = {"budget": budget, "first_width": min(10, max(budget // 4, 1))}
     eagle = {"width": min(size, max(2, size // 8)), "depth": min(size, 5), "budget": budget}

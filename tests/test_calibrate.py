@@ -200,26 +200,54 @@ def test_measuring_has_a_thread_of_its_own_and_hands_on_what_it_raises() -> None
         torch.set_num_threads(before)
 
 
+def tasks() -> set[int]:
+    """The threads of this process, as the system knows them."""
+    return {int(task.name) for task in Path("/proc/self/task").iterdir()}
+
+
+def compute() -> set[int]:
+    """Compute in parallel; returns this thread and those that came with it. Other threads may come and go meanwhile."""
+    before = tasks()
+    torch.exp(torch.ones(1000, 1000))
+    return {threading.get_native_id()} | (tasks() - before)
+
+
+def are_gone(those: set[int], within_s: float) -> bool:
+    """Whether none of them is left; the system takes a moment to bury a thread."""
+    deadline = time.monotonic() + within_s
+    while those & tasks() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not those & tasks()
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
 def test_no_helper_outlives_the_measuring() -> None:
-    """What the thread of its own is for: in the caller's thread the helper would stay."""
-
-    def num_threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
-
-    def compute() -> int:
-        torch.exp(torch.ones(1000, 1000))
-        return num_threads()
-
-    limit, before = torch.get_num_threads(), num_threads()
+    """What the thread of its own is for: helpers live as long as the thread that they help."""
+    limit = torch.get_num_threads()
     try:
-        assert in_own_thread(compute, 2) >= before + 2  # itself and its helper
+        in_own_thread(compute, 2)  # what torch starts once per process, whoever computes, is there from now on
+        measuring = in_own_thread(compute, 2)
+        assert len(measuring) >= 2, "no helper came"
+        assert are_gone(measuring, within_s=10)
+
+        # Negative control: a thread that goes on, as a caller's would.
+        found: list[set[int]] = []
+        computed, end = threading.Event(), threading.Event()
+
+        def go_on() -> None:
+            found.append(compute())
+            computed.set()
+            end.wait(20)
+
+        caller = threading.Thread(target=go_on, daemon=True)
+        caller.start()
+        assert computed.wait(20)
+        stays = not are_gone(found[0] - {caller.native_id}, within_s=0.3)
+        end.set()
+        caller.join(20)
+        assert len(found[0]) >= 2 and stays, "helpers would go by themselves"
     finally:
         torch.set_num_threads(limit)
-    deadline = time.monotonic() + 10
-    while num_threads() > before and time.monotonic() < deadline:  # the system takes a moment to bury a thread
-        time.sleep(0.01)
-    assert num_threads() == before
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
