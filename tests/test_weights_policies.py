@@ -61,7 +61,7 @@ def test_every_policy_writes_what_plain_decoding_writes() -> None:
         answers = ask_all(loaded.engine, questions, concurrency=8)
     by_name = {name: answers[len(asked) * i : len(asked) * (i + 1)] for i, name in enumerate(names)}
     plain = [answer.token_ids for answer in by_name.pop("ar")]
-    assert all(len(ids) == NUM_TOKENS for ids in plain)
+    assert all(len(ids) >= 10 for ids in plain), "too short to prove anything"
     for name, answered in by_name.items():
         assert [answer.token_ids for answer in answered] == plain, name
         assert not any(answer.stats.halts for answer in answered)
