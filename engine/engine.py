@@ -20,7 +20,7 @@ from typing import Protocol
 
 from drafters.base import Drafter, KeepsRows
 from engine.adjust import adjusted, without_ends
-from engine.admission import Limits, check_request, check_rules, choose_schedule
+from engine.admission import Limits, check_request, check_rules, choose_schedule, is_lossless
 from engine.commit import Block, commit, count_step
 from engine.constraint import ConstraintError
 from engine.draft import close_drafters, grow_trees, show_hidden
@@ -94,6 +94,8 @@ class Engine:
             raise ValueError(f"schedule {default_schedule!r} is not one of {', '.join(schedules)}")
         for schedule in schedules.values():
             check_rules(schedule, allow_lossy=allow_lossy)
+        if not is_lossless(schedules[default_schedule]):
+            raise ValueError(f"schedule {default_schedule} changes the text, so requests must name it: it cannot be the default")
         self.schedules = dict(schedules)
         self.default_schedule = default_schedule
         self.drafter_names = list(drafters)

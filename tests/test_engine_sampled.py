@@ -11,6 +11,7 @@ import torch
 from scipy.stats import chi2
 from transformers import PreTrainedModel
 
+from engine.engine import Engine
 from scheduler.schedule import Action, Always, Schedule
 from tests.engine_world import World
 from tree.growth import Policy
@@ -104,6 +105,18 @@ def test_a_lossy_rule_needs_leave(tiny_model: TinyModel) -> None:
     lossy = Schedule("l", "test", Chain(2), Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, greedy_verifier="margin")
     with pytest.raises(ValueError, match="allow_lossy"):
         World(model, medium=model, schedules=[lossy])
+    world = World(model, medium=model, schedules=[lossy], allow_lossy=True)
+    with pytest.raises(ValueError, match="cannot be the default"):
+        Engine(
+            target=world.lm,
+            drafters=world.drafters,
+            schedules=world.schedules,
+            default_schedule="l",
+            decode=str,
+            stop_tokens=frozenset(),
+            model_id="toy",
+            allow_lossy=True,
+        )
 
 
 def _sample(world: World, schedule: str, count: int = 600) -> Counter[tuple[int, ...]]:
