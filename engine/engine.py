@@ -95,7 +95,7 @@ class Engine:
         for schedule in schedules.values():
             check_rules(schedule, allow_lossy=allow_lossy)
         if not is_lossless(schedules[default_schedule]):
-            raise ValueError(f"schedule {default_schedule} changes the text, so requests must name it: it cannot be the default")
+            raise ValueError(f"schedule {default_schedule} changes the text; it cannot be the default, requests must name it")
         self.schedules = dict(schedules)
         self.default_schedule = default_schedule
         self.drafter_names = list(drafters)

@@ -10,6 +10,7 @@ os.environ.setdefault("GRAFTSERVE_COSTS", "none")  # measuring what forwards cos
 
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -45,3 +46,15 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
         return toy.tiny_causal_lm(family, vocab_size, seed, **options)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[..., PreTrainedModel]) -> Path:
+    """A tiny model and its tokenizer in transformers format. Nobody may write to it.
+
+    Its answers are random bytes: split characters, controls, invalid ones.
+    """
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    tiny_model("llama", 259, 1).save_pretrained(path)
+    toy.byte_tokenizer().save_pretrained(path)
+    return path

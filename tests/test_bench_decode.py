@@ -33,7 +33,6 @@ from bench.run_log import RunLog, file_states
 from bench.turns import Method, Work, deciles, differences, measure, ratios
 from engine.request import DrafterCount, RequestStats
 from models.reference import PlainModel
-from models.toy import byte_tokenizer
 from tests.engine_world import _own
 from tree.tree import TokenTree
 from verify import EVERY_VERIFIER
@@ -426,15 +425,6 @@ def test_the_child_answers_line_by_line(monkeypatch: pytest.MonkeyPatch) -> None
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
-    """A model folder in transformers format."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama", 259, 1).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     file = tmp_path / "prompts.jsonl"
@@ -443,10 +433,10 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def decode(folder: Path, *options: str) -> Result:
+def decode(model_folder: Path, *options: str) -> Result:
     program = typer.Typer()
     program.command()(bench.decode.main)
-    fixed = f"--target {folder} --weights fp32 --device cpu --max-model-len 300 --max-tokens 6"
+    fixed = f"--target {model_folder} --weights fp32 --device cpu --max-model-len 300 --max-tokens 6"
     return CliRunner().invoke(program, [*fixed.split(), *options])
 
 
@@ -456,9 +446,9 @@ def record_of(result: Result) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("options", ["--schedules treegraft", "--temperature 1 --concurrency 2"])
-def test_the_bench_runs_and_ends_in_json(folder: Path, options: str) -> None:
+def test_the_bench_runs_and_ends_in_json(model_folder: Path, options: str) -> None:
     """A bench is run rarely, and its code rots in between. Nothing is said about the times."""
-    result = decode(folder, "--limit", "2", "--repeats", "1", *options.split())
+    result = decode(model_folder, "--limit", "2", "--repeats", "1", *options.split())
     assert result.exit_code == 0, result.stderr
     record = record_of(result)
     assert record["machine"]["versions"]["torch"] == torch.__version__
@@ -469,12 +459,12 @@ def test_the_bench_runs_and_ends_in_json(folder: Path, options: str) -> None:
         assert (entry["questions"] is None) == ("concurrency" in options)
 
 
-def test_transformers_takes_part_in_a_process_of_its_own(folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_transformers_takes_part_in_a_process_of_its_own(model_folder: Path, prompts: Path, tmp_path: Path) -> None:
     """The whole way, with a real child. Both are float32 here, so it writes what our plain decoding writes."""
     log = tmp_path / "log.jsonl"
     options = ["--prompts", str(prompts), "--schedules", "small", "--repeats", "1", "--log", str(log)]
     before = psutil.Process().children()
-    result = decode(folder, *options, "--transformers", "--transformers-limit", "2")
+    result = decode(model_folder, *options, "--transformers", "--transformers-limit", "2")
     assert result.exit_code == 0, result.stderr
     assert psutil.Process().children() == before, "the child outlived the run"
     assert "not its text" in result.stdout and "talk (1)" in result.stdout
@@ -488,18 +478,18 @@ def test_transformers_takes_part_in_a_process_of_its_own(folder: Path, prompts: 
     texts = {(entry["group"], entry["method"]): entry["outcomes"] for entry in lines}
     assert len(lines) == 3 + 3 + 2
     assert texts[0, "transformers"] == texts[0, "ar"] and texts[1, "transformers"] == texts[1, "ar"]
-    refused = decode(folder, *options)
+    refused = decode(model_folder, *options)
     assert refused.exit_code == 2 and "transformers was [0, 1], is null" in refused.stderr, "it is another run"
 
 
-def test_the_command_goes_on_with_its_log(folder: Path, prompts: Path, tmp_path: Path) -> None:
+def test_the_command_goes_on_with_its_log(model_folder: Path, prompts: Path, tmp_path: Path) -> None:
     """Through the command, with real answers: what is complete is taken from the log, the rest is measured."""
     log = tmp_path / "log.jsonl"
     options = ["--prompts", str(prompts), "--schedules", "small", "--log", str(log)]
-    first = decode(folder, *options, "--repeats", "1")
+    first = decode(model_folder, *options, "--repeats", "1")
     assert first.exit_code == 0, first.stderr
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
-    second = decode(folder, *options, "--repeats", "2")
+    second = decode(model_folder, *options, "--repeats", "2")
     assert second.exit_code == 0 and "5 measurements are in" in second.stderr, second.stderr
     assert log.read_text().count("\n") == 1 + 5 + 2 + 6, "the incomplete group anew, and the second repeat"
     for before, after in zip(record_of(first)["methods"], record_of(second)["methods"], strict=True):
@@ -509,11 +499,11 @@ def test_the_command_goes_on_with_its_log(folder: Path, prompts: Path, tmp_path:
         file.write('{"prompt": "one more"}\n')
     written = log.read_bytes()
     for more, named in (([], "prompts.number was 3, is 4"), (["--budget", "4"], 'settings.budget was "auto", is 4')):
-        refused = decode(folder, *options, *more)
+        refused = decode(model_folder, *options, *more)
         assert refused.exit_code == 2 and named in refused.stderr and log.read_bytes() == written, refused.stderr
 
 
-def test_a_wrong_text_gives_status_1(folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_text_gives_status_1(model_folder: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: a lossy rule must not come out as a speed-up."""
 
     class Worst(Greedy):
@@ -521,7 +511,7 @@ def test_a_wrong_text_gives_status_1(folder: Path, prompts: Path, monkeypatch: p
             return Greedy()(tree, nodes, -rows if len(nodes) > 1 else rows, noise)
 
     monkeypatch.setitem(EVERY_VERIFIER, "greedy", Worst())
-    result = decode(folder, "--prompts", str(prompts), "--schedules", "medium", "--repeats", "1")
+    result = decode(model_folder, "--prompts", str(prompts), "--schedules", "medium", "--repeats", "1")
     assert result.exit_code == 1 and "refused" in result.stdout, result.stdout
     assert record_of(result)["methods"][1]["times_ar"] is None
 

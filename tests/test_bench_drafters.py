@@ -33,7 +33,6 @@ from drafters.ngram import NgramDrafter
 from models.causal_lm import CausalLM
 from models.draft_head import DraftHead, HeadConfig
 from models.head_lm import HeadLM
-from models.toy import byte_tokenizer
 from tests.engine_world import World, _own
 from tree.growth import Answer, Candidates
 from tree.tree import TokenTree
@@ -438,25 +437,17 @@ def test_the_charts_show_every_share_that_was_measured() -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama", 259, 1).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
-def command(folder: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> Result:
+def command(target: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> Result:
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
     program = typer.Typer()
     program.add_typer(bench, name="bench")
-    options = ("--target", str(folder), "--weights", "fp32", "--device", "cpu", "--max-model-len", "300")
+    options = ("--target", str(target), "--weights", "fp32", "--device", "cpu", "--max-model-len", "300")
     return CliRunner().invoke(program, ["bench", "drafters", *options, *arguments])
 
 
 def test_the_command_measures_every_drafter_and_ends_in_json(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scripts read the last line; a drafter or a depth that is missing there was measured for nothing."""
     prompts = tmp_path / "prompts.txt"
@@ -465,7 +456,7 @@ def test_the_command_measures_every_drafter_and_ends_in_json(
     more = ("--prompts", str(prompts), "--limit", "2", "--max-tokens", "12", "--stride", "2", "--rounds", "1")
     # The small drafter is the target itself.
     result = command(
-        folder, *more, "--small", str(folder), "--json", files[0], "--plot", files[1], monkeypatch=monkeypatch
+        *(model_folder, *more, "--small", str(model_folder), "--json", files[0], "--plot", files[1]), monkeypatch=monkeypatch
     )
     assert result.exit_code == 0, result.stderr + str(result.exception)
     record = json.loads(result.stdout.splitlines()[-1])
@@ -473,7 +464,7 @@ def test_the_command_measures_every_drafter_and_ends_in_json(
     ElementTree.fromstring(Path(files[1]).read_text())
     assert record["bench"] == "drafters" and record["machine"]["versions"]["torch"] == torch.__version__
     assert (record["prompts"], record["answer_tokens"], record["max_tokens"], record["stride"]) == (2, 24, 12, 2)
-    assert record["floor"] == FLOOR and record["settings"]["small"] == str(folder)
+    assert record["floor"] == FLOOR and record["settings"]["small"] == str(model_folder)
     by_name = {drafter["name"]: drafter for drafter in record["drafters"]}
     assert set(by_name) == {"ngram", "small", "medium"}
     for drafter in by_name.values():

@@ -23,7 +23,6 @@ from app.verifier_report import COLUMNS, funnel_rows, pair_json, panels, rows
 from engine.admission import check_rules
 from engine.request import DrafterCount, FinishReason, RequestStats, StepStats
 from engine.sequence import TreeRecord
-from models.toy import byte_tokenizer
 from scheduler.definitions import define_schedule
 from tests.engine_world import World
 from tree.tree import TokenTree
@@ -181,31 +180,25 @@ def test_counts_belong_together(measured: list[PairCounts]) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama", 259, 1).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
-def command(folder: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> Result:
+def command(target: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> Result:
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
     program = typer.Typer()
     program.add_typer(bench, name="bench")
-    options = ("--target", str(folder), "--weights", "fp32", "--device", "cpu", "--max-model-len", "300")
+    options = ("--target", str(target), "--weights", "fp32", "--device", "cpu", "--max-model-len", "300")
     return CliRunner().invoke(program, ["bench", "verifiers", *options, *arguments])
 
 
-def test_the_command_compares_pairs_and_ends_in_json(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_compares_pairs_and_ends_in_json(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Pairs of one's own beside those that come with it, a lossy one among them, which is marked by its tokens."""
     prompts, out, plot = (tmp_path / name for name in ("prompts.txt", "out.json", "out.png"))
     prompts.write_text("one\ntwo\nthree\n")
     own = {"mine": {"policy": "chain", "options": {"length": 3}, "plan": "M*", "greedy_verifier": "margin"}}
     names = "chain+walk,delayed+khisti,treegraft+walk,mine"
     result = command(
-        folder,
+        model_folder,
         *("--medium", "truncated:1+0", "--define", json.dumps(own), "--allow-lossy", "true", "--pairs", names),
         *("--prompts", str(prompts), "--limit", "2", "--max-tokens", "10", "--temperatures", "0,1", "--budget", "6"),
         *("--json", str(out), "--plot", str(plot)),

@@ -23,7 +23,6 @@ from app.forward_costs import Effort, measure_models, time_batches
 from app.measure import WARM_UP
 from app.serving import LoadedEngine
 from models.loading import choose_placement
-from models.toy import byte_tokenizer
 from scheduler.cost import CostProfile
 from tests.engine_world import World
 from tests.toy_heads import tail_head
@@ -253,25 +252,17 @@ def test_no_helper_outlives_the_measuring() -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama", 259, 1).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
-def command(folder: Path, *arguments: str) -> Result:
+def command(target: Path, *arguments: str) -> Result:
     program = typer.Typer()
     program.command("calibrate")(calibrate)
-    options = ("--target", str(folder), "--weights", "fp32", "--device", "cpu", "--max-model-len", "200")
+    options = ("--target", str(target), "--weights", "fp32", "--device", "cpu", "--max-model-len", "200")
     return CliRunner().invoke(program, [*options, *arguments])
 
 
-def test_the_command_shows_prices_and_writes_them(folder: Path, tmp_path: Path, cache: Path) -> None:
+def test_the_command_shows_prices_and_writes_them(model_folder: Path, tmp_path: Path, cache: Path) -> None:
     """People read the table, a server the file."""
     out = tmp_path / "costs.json"
-    result = command(folder, "--small", "ngram", "--medium", str(folder), "--seconds", "0", "--out", str(out))
+    result = command(model_folder, "--small", "ngram", "--medium", str(model_folder), "--seconds", "0", "--out", str(out))
     assert result.exit_code == 0, result.stderr + str(result.exception)
     profile = CostProfile.from_json(out.read_text())
     assert list(profile.models) == ["target", "medium"]

@@ -20,6 +20,7 @@ from models.attention import make_plan
 from models.draft_head import DraftHead, HeadConfig
 from models.head_lm import HeadLM, borrow_output
 from models.packed import PackedLinear, fp32_packing_available, pack_linears
+from tests.head_oracle import Listener, ask
 from tests.plain_draft_head import PlainHead, target_states
 from tests.plain_forward import grow_tree
 from tests.toy_heads import Combine, plain_twin, toy_head
@@ -27,7 +28,6 @@ from tree.growth import Answer, Ask
 from tree.tree import TokenTree
 
 VOCAB = 41
-LP_TOLERANCE = 1e-4
 COMBINE: tuple[Combine, ...] = ("add", "concat")
 
 
@@ -44,17 +44,13 @@ def drafter_of(
     return HeadDrafter(name, HeadLM(head, target.get_input_embeddings().weight.detach(), num_rows=num_rows)), plain, target
 
 
-class Listener:
-    """One sequence, its tree and its drafter's state; hidden states come from transformers, answers go to the oracle."""
+class HeadListener(Listener):
+    """Hidden states come from transformers."""
 
     def __init__(self, made: tuple[HeadDrafter, PlainHead, PreTrainedModel], tokens: list[int]) -> None:
-        (self.drafter, self.plain, self.target), self.tokens = made, tokens
-        self.state = self.drafter.open()
-        self.tree = TokenTree(tokens[-1])
-        self.hear()
+        super().__init__(*made, tokens)
 
     def hear(self, pieces: int = 1) -> None:
-        """Show what the target thought of all tokens but the last one, as far as it has not been shown yet."""
         start, end = self.state.num_heard, len(self.tokens) - 1
         if end > start:
             states = target_states(self.target, self.tokens[:end], self.plain.layers)[start:]
@@ -63,44 +59,6 @@ class Listener:
 
     def request(self, nodes: Sequence[int], width: int = 4, rescore: bool = False) -> DraftRequest:
         return DraftRequest(self.state, self.tokens, self.tree, Ask(tuple(nodes), width, rescore))
-
-    def check(self, answer: Answer | Halt, ask: Ask) -> Answer:
-        assert isinstance(answer, Answer), answer
-        assert set(answer.candidates) == set(ask.nodes)
-        for node, found in answer.candidates.items():
-            row = self.plain.row(self.target, self.tokens, self.tree.path_tokens(node))
-            want = sorted(row, key=lambda token: -row[token])[: ask.width]
-            assert found.tokens == tuple(want), f"node {node}"
-            assert found.lps == pytest.approx([row[token] for token in want], abs=LP_TOLERANCE), f"node {node}"
-        for node, lp in answer.rescored.items():
-            row = self.plain.row(self.target, self.tokens, self.tree.path_tokens(self.tree.parent[node]))
-            assert lp == pytest.approx(row.get(self.tree.token[node], -math.inf), abs=LP_TOLERANCE), f"edge above {node}"
-        assert ask.rescore or not answer.rescored
-        return answer
-
-    def attach(self, answer: Answer) -> list[int]:
-        return [
-            self.tree.add(node, token, lp, self.drafter.name)
-            for node, found in answer.candidates.items()
-            for token, lp in zip(found.tokens, found.lps, strict=True)
-            if token not in self.tree.children[node]
-        ]
-
-    def commit(self, path: Sequence[int], extra: int) -> None:
-        self.drafter.commit(self.state, self.tokens, self.tree, path)
-        self.tokens = [*self.tokens, *(self.tree.token[node] for node in path), extra]
-        self.tree = TokenTree(extra)
-        self.hear()
-
-
-def ask(listeners: Sequence[Listener], requests: Sequence[DraftRequest]) -> list[Answer]:
-    """One call for all; every answer checked."""
-    answers = listeners[0].drafter.propose(requests)
-    assert len(answers) == len(requests)
-    return [
-        listener.check(answer, request.ask)
-        for listener, request, answer in zip(listeners, requests, answers, strict=True)
-    ]
 
 
 def texts(rng: random.Random, *lengths: int) -> list[list[int]]:
@@ -113,7 +71,7 @@ def test_candidates_are_the_heads_best_along_every_path(combine: Combine, num_la
     """A mixed batch whose trees grow over several asks, with a sequence that joins in the middle."""
     rng = random.Random(0)
     made = drafter_of(combine, num_layers=num_layers)
-    listeners = [Listener(made, tokens) for tokens in texts(rng, 2, 9, 4)]
+    listeners = [HeadListener(made, tokens) for tokens in texts(rng, 2, 9, 4)]
     frontier: list[list[int]] = [[0], [0], [0]]
     for step in range(3):
         active = [0, 1] if step == 0 else [0, 1, 2]
@@ -134,7 +92,7 @@ def test_a_tree_of_others_is_entered_layer_by_layer_and_rescored(combine: Combin
     """A drafted entry needs the hidden state of the one above it: deep nodes cannot be entered in one pass."""
     rng = random.Random(seed)
     made = drafter_of(combine)
-    listeners = [Listener(made, tokens) for tokens in texts(rng, 5, 2)]
+    listeners = [HeadListener(made, tokens) for tokens in texts(rng, 5, 2)]
     listeners[0].attach(ask(listeners[:1], [listeners[0].request([0], width=2)])[0])
     for listener in listeners:
         grow_tree(rng, listener.tree, 12, vocab=VOCAB, drafters=("small", "medium", "ngram"))
@@ -162,7 +120,7 @@ def test_after_a_commit_the_targets_states_replace_the_heads_own(combine: Combin
     """Accepted: nothing, one node, a path of which it entered all, and one of which it entered a part."""
     rng = random.Random(4)
     made = drafter_of(combine)
-    listeners = [Listener(made, tokens) for tokens in texts(rng, 6, 3)]
+    listeners = [HeadListener(made, tokens) for tokens in texts(rng, 6, 3)]
     for length in (0, 1, 3, 4):
         for listener in listeners:
             nodes, path = [0], []
@@ -183,7 +141,7 @@ def test_a_long_text_is_entered_in_pieces(combine: Combine, monkeypatch: pytest.
     monkeypatch.setattr(drafters.draft_head, "_CATCH_UP", 7)
     rng = random.Random(5)
     made = drafter_of(combine)
-    long, exact, short = (Listener(made, tokens) for tokens in texts(rng, 20, 8, 3))
+    long, exact, short = (HeadListener(made, tokens) for tokens in texts(rng, 20, 8, 3))
     requests = [listener.request([0]) for listener in (long, exact, short)]
     answers = made[0].propose(requests)
     assert answers[0] == Answer({}, {}), "7 of 19 entries"
@@ -198,7 +156,7 @@ def test_hidden_states_may_come_in_pieces_of_any_size() -> None:
     """Prompts reach the target in chunks, which need not be those in which the head enters the text."""
     rng = random.Random(6)
     made = drafter_of("add")
-    listener = Listener(made, texts(rng, 1)[0])
+    listener = HeadListener(made, texts(rng, 1)[0])
     listener.tokens = [*listener.tokens, *texts(rng, 13)[0]]
     listener.tree = TokenTree(listener.tokens[-1])
     listener.hear(pieces=5)
@@ -209,7 +167,7 @@ def test_hidden_states_may_come_in_pieces_of_any_size() -> None:
 def test_a_text_of_one_token_has_no_candidates_until_the_target_has_read_it(combine: Combine) -> None:
     """There is no hidden state to go on from; that is no reason to give the sequence up."""
     made = drafter_of(combine)
-    listener = Listener(made, [5])
+    listener = HeadListener(made, [5])
     assert made[0].propose([listener.request([0])]) == [Answer({}, {})]
     listener.commit([], 9)
     ask([listener], [listener.request([0])])
@@ -218,7 +176,7 @@ def test_a_text_of_one_token_has_no_candidates_until_the_target_has_read_it(comb
 def test_it_stops_where_its_context_ends() -> None:
     """Positions beyond the trained ones would give nonsense at full price."""
     made = drafter_of("add", max_positions=8)
-    listener = Listener(made, texts(random.Random(7), 7)[0])
+    listener = HeadListener(made, texts(random.Random(7), 7)[0])
     first = listener.attach(ask([listener], [listener.request([0])])[0])  # entries 0 to 5
     second = listener.attach(ask([listener], [listener.request([first[0]])])[0])  # position 6
     third = listener.attach(ask([listener], [listener.request([second[0]])])[0])  # position 7, the last
@@ -228,7 +186,7 @@ def test_it_stops_where_its_context_ends() -> None:
 def test_it_stops_without_rows_and_others_go_on() -> None:
     """Rows are promised in the order of asking; what one cannot have must not fail the other."""
     made = drafter_of("add", num_rows=10)
-    fits, not_any_more = (Listener(made, tokens) for tokens in texts(random.Random(8), 7, 9))
+    fits, not_any_more = (HeadListener(made, tokens) for tokens in texts(random.Random(8), 7, 9))
     requests = [fits.request([0]), not_any_more.request([0])]
     answers = made[0].propose(requests)
     fits.check(answers[0], requests[0].ask)
@@ -241,7 +199,7 @@ def test_it_stops_without_rows_and_others_go_on() -> None:
 def test_it_stops_when_hidden_states_are_missing() -> None:
     """A target that captures nothing cannot be listened to; guessing would be worse than saying so."""
     made = drafter_of("add")
-    listener = Listener(made, [1, 2, 3])
+    listener = HeadListener(made, [1, 2, 3])
     listener.tokens = [*listener.tokens, 4]
     listener.tree = TokenTree(4)
     assert made[0].propose([listener.request([0])]) == [Halt("features")]
@@ -250,7 +208,7 @@ def test_it_stops_when_hidden_states_are_missing() -> None:
 def test_a_pass_that_fails_takes_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that no state knows of would be lost for good."""
     made = drafter_of("add")
-    listener = Listener(made, [1, 2, 3])
+    listener = HeadListener(made, [1, 2, 3])
 
     def broken(*_: object) -> None:
         raise RuntimeError("out of luck")
@@ -264,7 +222,7 @@ def test_a_pass_that_fails_takes_no_rows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_nan_is_a_halt_not_a_candidate() -> None:
     """NaN scores must not reach the tree."""
     made = drafter_of("add")
-    listener = Listener(made, [1, 2, 3])
+    listener = HeadListener(made, [1, 2, 3])
     with torch.no_grad():
         made[0].lm.head.output.weight[3] = float("nan")
     assert made[0].propose([listener.request([0])]) == [Halt("nan")]
@@ -275,7 +233,7 @@ def test_the_oracle_sees_a_flaw(flaw: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Negative control: a shifted feature, a shifted position, or a mask that shows a sibling must not pass."""
     made = drafter_of("add")
     rng = random.Random(9)
-    listener = Listener(made, texts(rng, 6)[0])
+    listener = HeadListener(made, texts(rng, 6)[0])
     if flaw == "feature":
         listener.state.fused = [block.roll(1, dims=0) for block in listener.state.fused]
     nodes = listener.attach(ask([listener], [listener.request([0])])[0] if flaw != "feature" else Answer({}, {}))
@@ -300,7 +258,7 @@ def test_on_packed_layers_it_says_the_same() -> None:
         pytest.skip("this build of torch does not pack float32 layers")
     made = drafter_of("concat")
     assert pack_linears(made[0].lm.head, PackedLinear)
-    long, short = (Listener(made, tokens) for tokens in texts(random.Random(10), 600, 5))
+    long, short = (HeadListener(made, tokens) for tokens in texts(random.Random(10), 600, 5))
     assert made[0].propose([long.request([0])]) == [Answer({}, {})]
     answer = ask([short], [short.request([0])])[0]
     ask([short], [short.request(short.attach(answer)[:2])])
@@ -314,7 +272,7 @@ def test_in_one_masked_attention_for_all_it_says_the_same(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(models.head_lm, "make_plan", union)
     made = drafter_of("concat")
-    listeners = [Listener(made, tokens) for tokens in texts(random.Random(11), 6, 4, 9)]
+    listeners = [HeadListener(made, tokens) for tokens in texts(random.Random(11), 6, 4, 9)]
     answers = ask(listeners, [listener.request([0]) for listener in listeners])
     nodes = [listener.attach(answer)[:2] for listener, answer in zip(listeners, answers, strict=True)]
     ask(listeners, [listener.request(asked) for listener, asked in zip(listeners, nodes, strict=True)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -18,8 +17,8 @@ from models import toy
 from models.draft_head import DraftHead
 from models.head_lm import HeadLM
 from tests.engine_world import World, greedy_reference, self_draft_chain
-from tests.plain_draft_head import PlainHead
-from tests.toy_heads import Combine, plain_twin, toy_head
+from tests.head_oracle import ComparesAnswers
+from tests.toy_heads import Combine, toy_head
 from tree.growth import Answer
 
 TinyModel = Callable[..., PreTrainedModel]
@@ -56,36 +55,18 @@ def all_knowing(target: PreTrainedModel) -> DraftHead:
     return head
 
 
-class Checked(HeadDrafter):
-    """A head whose every answer is compared with the oracle, on the text and tree that the engine asked about."""
+class Checked(ComparesAnswers, HeadDrafter):
+    """A head whose every answer is compared with the oracle."""
 
     def __init__(self, name: str, head: DraftHead, target: PreTrainedModel) -> None:
         super().__init__(name, HeadLM(head, target.get_input_embeddings().weight.detach(), num_rows=2000))
-        self.plain: PlainHead = plain_twin(head, target)
-        self.target, self.wrong, self.compared = target, 0.0, 0
-        self.rows: dict[tuple[int, ...], dict[int, float]] = {}
+        self.watch(head, target)
         self.longest = 0  # tokens entered in one go after a commit
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
         for request in requests:
             self.longest = max(self.longest, len(request.context) - 1 - len(request.state.rows))
-        answers = super().propose(requests)
-        for request, answer in zip(requests, answers, strict=True):
-            assert isinstance(answer, Answer), answer
-            for node, found in answer.candidates.items():
-                self._compare(request, node, zip(found.tokens, found.lps, strict=True))
-            for node, lp in answer.rescored.items():
-                self._compare(request, request.tree.parent[node], [(request.tree.token[node], lp)])
-        return answers
-
-    def _compare(self, request: DraftRequest, node: int, scored: Any) -> None:
-        text, path = tuple(request.context), tuple(request.tree.path_tokens(node))
-        if (key := (len(text), *text, *path)) not in self.rows:
-            self.rows[key] = self.plain.row(self.target, text, path)
-        row = self.rows[key]
-        for token, lp in scored:
-            self.wrong = max(self.wrong, abs(lp - row[token]))
-            self.compared += 1
+        return super().propose(requests)
 
 
 @pytest.mark.parametrize("role", ["small", "medium", "both"])

@@ -44,22 +44,13 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
-    """A model folder in transformers format. Its answers are random bytes: split characters, invalid ones, controls."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama", 259, 1).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
-def generate(folder: Path, prompt: str, *arguments: str) -> Result:
-    return CliRunner().invoke(application(), ["generate", prompt, "--target", str(folder), *OPTIONS, *arguments])
+def generate(model_folder: Path, prompt: str, *arguments: str) -> Result:
+    return CliRunner().invoke(application(), ["generate", prompt, "--target", str(model_folder), *OPTIONS, *arguments])
 
 
 @cache
-def engine_text(folder: Path, prompt: str) -> str:
-    settings = Settings(target=str(folder), weights="fp32", device="cpu", max_model_len=200)
+def engine_text(model_folder: Path, prompt: str) -> str:
+    settings = Settings(target=str(model_folder), weights="fp32", device="cpu", max_model_len=200)
     loaded = build(settings, lambda line: None)
     ids = encode(loaded.tokenizer, [Message.model_validate({"role": "user", "content": prompt})])
     with running(loaded.engine):
@@ -67,41 +58,41 @@ def engine_text(folder: Path, prompt: str) -> str:
     return answer.text
 
 
-def test_standard_output_is_the_engines_text_and_nothing_else(folder: Path) -> None:
+def test_standard_output_is_the_engines_text_and_nothing_else(model_folder: Path) -> None:
     """Wrapped lines, expanded tabs or a swallowed control character would make a piped answer another text."""
-    result = generate(folder, "héllo")
+    result = generate(model_folder, "héllo")
     assert result.exit_code == 0, result.stderr
     printed = result.stdout_bytes.decode()
-    assert printed == engine_text(folder, "héllo") + "\n"
+    assert printed == engine_text(model_folder, "héllo") + "\n"
     assert "\x1b[" not in printed
     assert "treegraft: 40 tokens in" in result.stderr and "medium" in result.stderr and "■" not in result.stderr
 
 
-def test_colors_change_nothing_but_the_color(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colors_change_nothing_but_the_color(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The colored answer is the same text; and a terminal gets colors at all (control of the test above)."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    result = generate(folder, "héllo")
+    result = generate(model_folder, "héllo")
     printed = result.stdout_bytes.decode()
     assert ESCAPE.search(printed)
-    assert ESCAPE.sub("", printed) == engine_text(folder, "héllo") + "\n"
+    assert ESCAPE.sub("", printed) == engine_text(model_folder, "héllo") + "\n"
     assert "■ medium" in ESCAPE.sub("", result.stderr)
 
 
-def test_no_color_is_honored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_color_is_honored(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """NO_COLOR is a promise to people who cannot read colored text."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    result = generate(folder, "héllo")
+    result = generate(model_folder, "héllo")
     assert not ESCAPE.search(result.stdout_bytes.decode()) and not ESCAPE.search(result.stderr)
 
 
-def test_trees_are_drawn_below_the_text(folder: Path) -> None:
+def test_trees_are_drawn_below_the_text(model_folder: Path) -> None:
     """`--show-tree` shows the last trees, the newest one last."""
-    result = generate(folder, "héllo", "--show-tree", "3")
+    result = generate(model_folder, "héllo", "--show-tree", "3")
     assert result.exit_code == 0, result.stderr
-    text, drawn = engine_text(folder, "héllo") + "\n", result.stdout_bytes.decode()
+    text, drawn = engine_text(model_folder, "héllo") + "\n", result.stdout_bytes.decode()
     assert drawn.startswith(text)
     assert drawn.count("drafted nodes verified") == 3 and drawn.count("← the target's own token") == 3
 
@@ -116,9 +107,9 @@ def test_trees_are_drawn_below_the_text(folder: Path) -> None:
         (["--max-model-len", "4"], "context holds 4 tokens"),
     ],
 )
-def test_a_mistake_is_one_line_with_status_2(folder: Path, arguments: list[str], named: str) -> None:
+def test_a_mistake_is_one_line_with_status_2(model_folder: Path, arguments: list[str], named: str) -> None:
     """A traceback would hide what the user has to change."""
-    result = generate(folder, "hello", *arguments)
+    result = generate(model_folder, "hello", *arguments)
     assert result.exit_code == 2 and result.stdout == ""
     assert named in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.policy_world import random_drafter
 from tree.growth import Answer, Ask, Candidates, Policy
 from tree.policies.layers import LayerGrowth
 from tree.policies.talon import Talon
@@ -42,17 +42,6 @@ def grow(
 def paths(growth: LayerGrowth) -> set[Path]:
     """The grown tree as a set of token paths, root excluded."""
     return {tuple(growth.tree.path_tokens(node)) for node in range(1, len(growth.tree))}
-
-
-def random_drafter(seed: int, vocab: int, sharpness: float = 1.0) -> Drafter:
-    """A drafter whose row after a path depends on nothing but the seed and the path."""
-
-    def q(path: Path) -> list[float]:
-        rng = random.Random(f"{seed} {path}")
-        weights = [math.exp(sharpness * rng.gauss(0, 1)) for _ in range(vocab)]
-        return [w / sum(weights) for w in weights]
-
-    return q
 
 
 def oracle(policy: Talon, q: Drafter, vocab: int) -> set[Path]:

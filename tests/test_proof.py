@@ -35,7 +35,7 @@ from app.proof import (
 from app.proof_report import as_json, explain, sentence
 from models.reference import PlainModel
 from models.sampling import SamplingParams
-from models.toy import byte_tokenizer, tiny_causal_lm
+from models.toy import tiny_causal_lm
 from scheduler.schedule import Schedule
 from tests.engine_world import World, _own
 from tree.draws import TreeKind
@@ -228,24 +228,16 @@ def test_the_reference_writes_no_padding_ids(tiny_model: TinyModel) -> None:
     assert model.next_logits(PROMPTS[0])[20:].isneginf().all()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
-    """A model folder in transformers format."""
-    path = tmp_path_factory.mktemp("model") / "tiny"
-    tiny_model("llama", 259, 1).save_pretrained(path)
-    byte_tokenizer().save_pretrained(path)
-    return path
-
-
 @pytest.mark.parametrize("sabotage", [False, True])
 def test_the_command_ends_in_json_and_its_status_is_the_verdict(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotage: bool
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sabotage: bool
 ) -> None:
     """Scripts read the status and the last line; a proof that fails with status 0 is worse than none."""
     if sabotage:
         monkeypatch.setitem(EVERY_VERIFIER, "greedy", FirstChild())
     copy = tmp_path / "result.json"
-    arguments = f"--target {folder} --weights fp32 --device cpu --max-model-len 300 --limit 2 --max-tokens 8 --concurrency 2"
+    arguments = f"--target {model_folder} --weights fp32 --device cpu --max-model-len 300"
+    arguments += " --limit 2 --max-tokens 8 --concurrency 2"
     result = CliRunner().invoke(
         application(), ["prove", *arguments.split(), "--schedules", "ar,treegraft", "--json", str(copy)]
     )
@@ -280,11 +272,11 @@ def test_results_are_json(tiny_model: TinyModel) -> None:
     assert shown["differences"][0]["is_near_tie"] is False
 
 
-def test_the_forward_bench_runs_and_ends_in_json(folder: Path) -> None:
+def test_the_forward_bench_runs_and_ends_in_json(model_folder: Path) -> None:
     """A bench is run rarely, and its code rots in between. Nothing is said about the times."""
     program = typer.Typer()
     program.command()(bench.forward.main)
-    options = f"--target {folder} --weights fp32 --device cpu --rounds 1 --contexts 8 --rows 1,3"
+    options = f"--target {model_folder} --weights fp32 --device cpu --rounds 1 --contexts 8 --rows 1,3"
     result = CliRunner().invoke(program, options.split())
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout.splitlines()[-1])

@@ -26,6 +26,7 @@ from models.causal_lm import CausalLM
 from models.draft_head import DraftHead
 from models.kv_cache import RowList, RowPool
 from models.tail_lm import TailLM
+from tests.head_oracle import LP_TOLERANCE, Listener, ask
 from tests.plain_draft_head import PlainHead
 from tests.plain_forward import grow_tree
 from tests.toy_heads import forgetful_below, knowing_tail, plain_twin, tail_head
@@ -33,7 +34,6 @@ from tree.growth import Answer, Ask
 from tree.tree import TokenTree
 
 VOCAB = 41
-LP_TOLERANCE = 1e-4
 
 
 class Setting:
@@ -51,18 +51,14 @@ class Setting:
         self.drafter = TailDrafter("medium", self.lm)
 
 
-class Listener:
-    """One sequence, its rows in the target's cache, its tree and the drafter's state; answers go to the oracle."""
+class TailListener(Listener):
+    """Has rows in the target's cache. The target is fed all tokens but the last, in two pieces; what it thought is shown."""
 
     def __init__(self, setting: Setting, tokens: list[int]) -> None:
-        self.setting, self.drafter, self.tokens = setting, setting.drafter, tokens
-        self.rows = RowList()
-        self.state = self.drafter.open()
-        self.tree = TokenTree(tokens[-1])
-        self.hear()
+        self.setting, self.rows = setting, RowList()
+        super().__init__(setting.drafter, setting.plain, setting.target, tokens)
 
     def hear(self) -> None:
-        """Feed the target all tokens but the last, as far as it has not been, in two pieces; show what it thought."""
         start, end = len(self.rows), len(self.tokens) - 1
         for piece in np.array_split(np.arange(start, end), 2):
             if not len(piece):
@@ -79,53 +75,14 @@ class Listener:
     def request(self, nodes: Sequence[int], width: int = 4, rescore: bool = False) -> DraftRequest:
         return DraftRequest(self.state, self.tokens, self.tree, Ask(tuple(nodes), width, rescore), target_rows=self.rows.view())
 
-    def check(self, answer: Answer | Halt, ask: Ask) -> Answer:
-        assert isinstance(answer, Answer), answer
-        assert set(answer.candidates) == set(ask.nodes)
-        plain, target = self.setting.plain, self.setting.target
-        for node, found in answer.candidates.items():
-            row = plain.row(target, self.tokens, self.tree.path_tokens(node))
-            want = sorted(row, key=lambda token: -row[token])[: ask.width]
-            assert found.tokens == tuple(want), f"node {node}"
-            assert found.lps == pytest.approx([row[token] for token in want], abs=LP_TOLERANCE), f"node {node}"
-        for node, lp in answer.rescored.items():
-            row = plain.row(target, self.tokens, self.tree.path_tokens(self.tree.parent[node]))
-            assert lp == pytest.approx(row.get(self.tree.token[node], -math.inf), abs=LP_TOLERANCE), f"edge above {node}"
-        assert ask.rescore or not answer.rescored
-        return answer
-
-    def attach(self, answer: Answer) -> list[int]:
-        return [
-            self.tree.add(node, token, lp, self.drafter.name)
-            for node, found in answer.candidates.items()
-            for token, lp in zip(found.tokens, found.lps, strict=True)
-            if token not in self.tree.children[node]
-        ]
-
-    def commit(self, path: Sequence[int], extra: int) -> None:
-        self.drafter.commit(self.state, self.tokens, self.tree, path)
-        self.tokens = [*self.tokens, *(self.tree.token[node] for node in path), extra]
-        self.tree = TokenTree(extra)
-        self.hear()
-
-
-def ask(listeners: Sequence[Listener], requests: Sequence[DraftRequest]) -> list[Answer]:
-    """One call for all; every answer checked."""
-    answers = listeners[0].drafter.propose(requests)
-    assert len(answers) == len(requests)
-    return [
-        listener.check(answer, request.ask)
-        for listener, request, answer in zip(listeners, requests, answers, strict=True)
-    ]
-
 
 def texts(rng: random.Random, *lengths: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(length)] for length in lengths]
 
 
-def grown_over_several_asks(setting: Setting, rng: random.Random) -> list[Listener]:
+def grown_over_several_asks(setting: Setting, rng: random.Random) -> list[TailListener]:
     """Three sequences whose trees grow over three asks, one of which joins in the middle; every answer checked."""
-    listeners = [Listener(setting, tokens) for tokens in texts(rng, 2, 9, 4)]
+    listeners = [TailListener(setting, tokens) for tokens in texts(rng, 2, 9, 4)]
     frontier: list[list[int]] = [[0], [0], [0]]
     for step in range(3):
         active = [0, 1] if step == 0 else [0, 1, 2]
@@ -162,7 +119,7 @@ def test_candidates_are_the_heads_best_along_every_path(options: dict[str, Any])
 def test_rows_to_draw_from_are_the_heads_by_the_targets_ids() -> None:
     """A tree that is drawn needs the whole distribution; ids that the head has no entry for are never drawn."""
     setting = Setting()
-    listener = Listener(setting, [1, 2, 3])
+    listener = TailListener(setting, [1, 2, 3])
     request = replace(listener.request([0]), ask=Ask((0,), 2, wants_rows=True))
     answer = setting.drafter.propose([request])[0]
     assert isinstance(answer, Answer)
@@ -177,7 +134,7 @@ def test_a_tree_of_others_is_entered_layer_by_layer_and_rescored(num_layers: int
     """A drafted entry needs the hidden state of the one above it: deep nodes cannot be entered in one pass."""
     rng = random.Random(seed)
     setting = Setting(num_layers=num_layers)
-    listeners = [Listener(setting, tokens) for tokens in texts(rng, 5, 2)]
+    listeners = [TailListener(setting, tokens) for tokens in texts(rng, 5, 2)]
     listeners[0].attach(ask(listeners[:1], [listeners[0].request([0], width=2)])[0])
     for listener in listeners:
         grow_tree(rng, listener.tree, 12, vocab=VOCAB, drafters=("small", "medium", "ngram"))
@@ -208,7 +165,7 @@ def test_after_a_commit_the_targets_cache_takes_the_place_of_its_entries() -> No
     """Steps in which nothing, one node, all it entered, and more than it entered is accepted; its rows all come back."""
     rng = random.Random(4)
     setting = Setting(num_layers=2)
-    listeners = [Listener(setting, tokens) for tokens in texts(rng, 6, 3)]
+    listeners = [TailListener(setting, tokens) for tokens in texts(rng, 6, 3)]
     for length in (0, 1, 3, 4):
         for listener in listeners:
             node, path = 0, []
@@ -227,7 +184,7 @@ def test_after_a_commit_the_targets_cache_takes_the_place_of_its_entries() -> No
 def test_a_text_of_one_token_has_no_candidates_until_the_target_has_read_it() -> None:
     """There is no hidden state to go on from; that is no reason to give the sequence up, nor to let others wait."""
     setting = Setting()
-    short, other = Listener(setting, [5]), Listener(setting, [3, 4])
+    short, other = TailListener(setting, [5]), TailListener(setting, [3, 4])
     answers = setting.drafter.propose([short.request([0]), other.request([0])])
     assert answers[0] == Answer({}, {})
     other.check(answers[1], Ask((0,), 4))
@@ -238,7 +195,7 @@ def test_a_text_of_one_token_has_no_candidates_until_the_target_has_read_it() ->
 def test_it_stops_where_its_context_ends() -> None:
     """Positions beyond those trained on would give nonsense at full price. The last one, 7, is still used."""
     setting = Setting(max_positions=8)
-    listener = Listener(setting, texts(random.Random(7), 6)[0])  # the root stands at position 5
+    listener = TailListener(setting, texts(random.Random(7), 6)[0])  # the root stands at position 5
     node = 0
     for _ in range(3):
         node = listener.attach(ask([listener], [listener.request([node])])[0])[0]
@@ -249,7 +206,7 @@ def test_it_stops_where_its_context_ends() -> None:
 def test_it_stops_without_rows_and_others_go_on(entered: int) -> None:
     """Rows are promised in the order of asking; what one cannot have must not fail the other."""
     setting = Setting(num_rows=1 + 2 * entered)
-    fits, not_any_more = (Listener(setting, tokens) for tokens in texts(random.Random(8), 7, 9))
+    fits, not_any_more = (TailListener(setting, tokens) for tokens in texts(random.Random(8), 7, 9))
     nodes = [0]
     if entered:  # two rows for the roots, one left, one node each
         nodes = [1]
@@ -269,7 +226,7 @@ def test_it_stops_without_rows_and_others_go_on(entered: int) -> None:
 def test_it_stops_when_it_does_not_know_what_the_target_has_read(missing: str) -> None:
     """A hidden state of the wrong token, or a cache that lacks one, gives a wrong draft and no error: say so instead."""
     setting = Setting()
-    listener = Listener(setting, [1, 2, 3])
+    listener = TailListener(setting, [1, 2, 3])
     rows = listener.rows.view()[: -1 if missing == "rows" else None]
     tokens = [1, 2, 3] if missing == "rows" else [1, 2, 3, 4]
     if missing == "hidden":
@@ -282,7 +239,7 @@ def test_it_stops_when_it_does_not_know_what_the_target_has_read(missing: str) -
 def test_hidden_states_out_of_order_are_a_fault() -> None:
     """The newest one counts, so a piece that is shown twice or left out would go unnoticed otherwise."""
     setting = Setting()
-    listener = Listener(setting, [1, 2, 3])
+    listener = TailListener(setting, [1, 2, 3])
     for start in (1, 3):
         with pytest.raises(AssertionError, match="expected 2"):
             setting.drafter.observe(listener.state, start, torch.zeros(1, len(setting.drafter.layers), 32))
@@ -291,7 +248,7 @@ def test_hidden_states_out_of_order_are_a_fault() -> None:
 def test_nan_is_a_halt_not_a_candidate() -> None:
     """NaN scores must not reach the tree."""
     setting = Setting()
-    listener = Listener(setting, [1, 2, 3])
+    listener = TailListener(setting, [1, 2, 3])
     with torch.no_grad():
         setting.lm.head.output.weight[3] = float("nan")
     assert setting.drafter.propose([listener.request([0])]) == [Halt("nan")]
@@ -303,7 +260,7 @@ def test_nan_is_a_halt_not_a_candidate() -> None:
 def test_a_pass_that_fails_takes_no_rows(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that no state knows of would be lost for good; those of earlier passes stay known."""
     setting = Setting()
-    listener = Listener(setting, [1, 2, 3])
+    listener = TailListener(setting, [1, 2, 3])
     node = listener.attach(ask([listener], [listener.request([0])])[0])[0] if after else 0
 
     def broken(*_: object) -> None:
@@ -347,7 +304,7 @@ def test_the_oracle_sees_a_flaw_in_the_masked_attention(of: str, monkeypatch: py
         return span
 
     monkeypatch.setattr(tail_lm, "_union", leaky)
-    listeners = [Listener(setting, tokens) for tokens in texts(random.Random(12), 6, 4)]
+    listeners = [TailListener(setting, tokens) for tokens in texts(random.Random(12), 6, 4)]
     with pytest.raises(AssertionError):
         ask(listeners, [listener.request([0]) for listener in listeners])
 
@@ -358,7 +315,7 @@ def test_the_oracle_sees_a_flaw_in_the_masked_attention(of: str, monkeypatch: py
 def test_the_oracle_sees_a_flaw(flaw: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: each of the faults that leave the text right and only make the head worse must not pass."""
     setting = Setting()
-    listener = Listener(setting, texts(random.Random(9), 6)[0])
+    listener = TailListener(setting, texts(random.Random(9), 6)[0])
     nodes = listener.attach(ask([listener], [listener.request([0])])[0])[:2]
     if flaw in ("feature", "one row more"):  # faults of the root's entry
         setting.drafter.commit(listener.state, listener.tokens, None, ())
@@ -394,7 +351,7 @@ def test_a_head_that_is_the_targets_last_layers_says_what_the_target_says(num_la
     """No oracle of ours needed: where the guessed input is right, the drafted rows are the target's own, at every depth."""
     target = forgetful_below(num_layers, vocab=VOCAB)
     setting = Setting(made=(target, knowing_tail(target, num_layers)))
-    listener = Listener(setting, texts(random.Random(13), 8)[0])
+    listener = TailListener(setting, texts(random.Random(13), 8)[0])
     grow_tree(random.Random(13), listener.tree, 8, vocab=VOCAB)
     setting.drafter.propose([listener.request(range(8))])
     target.config._attn_implementation = "eager"

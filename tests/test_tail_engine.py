@@ -19,8 +19,8 @@ from engine.request import FinishReason
 from models.draft_head import DraftHead
 from models.tail_lm import TailLM
 from tests.engine_world import World, greedy_reference, self_draft_chain
-from tests.plain_draft_head import PlainHead
-from tests.toy_heads import forgetful_below, knowing_tail, plain_twin, tail_head, toy_head
+from tests.head_oracle import ComparesAnswers
+from tests.toy_heads import forgetful_below, knowing_tail, tail_head, toy_head
 from tree.growth import Answer
 
 TinyModel = Callable[..., PreTrainedModel]
@@ -47,32 +47,12 @@ class Moved(TailDrafter):
         self.lm = TailLM(self.head, embedding, world.lm.pool, num_rows=self.num_rows)
 
 
-class Checked(Moved):
-    """A head whose every answer is compared with the oracle, on the text and tree that the engine asked about."""
+class Checked(ComparesAnswers, Moved):
+    """A head whose every answer is compared with the oracle."""
 
     def __init__(self, name: str, head: DraftHead, target: PreTrainedModel) -> None:
         super().__init__(name, head, target)
-        self.plain: PlainHead = plain_twin(head, target)
-        self.wrong, self.compared = 0.0, 0
-        self.rows: dict[tuple[int, ...], dict[int, float]] = {}
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Answer | Halt]:
-        answers = super().propose(requests)
-        for request, answer in zip(requests, answers, strict=True):
-            assert isinstance(answer, Answer), answer
-            for node, found in answer.candidates.items():
-                self._compare(request, node, zip(found.tokens, found.lps, strict=True))
-            for node, lp in answer.rescored.items():
-                self._compare(request, request.tree.parent[node], [(request.tree.token[node], lp)])
-        return answers
-
-    def _compare(self, request: DraftRequest, node: int, scored: Any) -> None:
-        text, path = tuple(request.context), tuple(request.tree.path_tokens(node))
-        if (key := (len(text), *text, *path)) not in self.rows:
-            self.rows[key] = self.plain.row(self.target, text, path)
-        for token, lp in scored:
-            self.wrong = max(self.wrong, abs(lp - self.rows[key][token]))
-            self.compared += 1
+        self.watch(head, target)
 
 
 @pytest.mark.parametrize("role", ["small", "medium", "both", "beside another head"])
