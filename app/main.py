@@ -35,7 +35,7 @@ from app.routes import chat, completions, experiments, ops, pages, tokens
 from app.serving import LoadedEngine, Serving
 from app.spans import Spans, open_spans
 from app.version import version
-from verify import EVERY_VERIFIER
+from engine.admission import is_lossless
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -159,11 +159,7 @@ def _take_up_experiments(store: Store, engine: Engine, settings: Settings, metri
         for arm in experiment.arms:
             metrics.expect_arm(engine, arm.schedule, arm_label(experiment.name, arm.name))
 
-    lossy = [
-        name
-        for name, schedule in engine.schedules.items()
-        if not all(EVERY_VERIFIER[rule].lossless for rule in (schedule.greedy_verifier, schedule.sampling_verifier))
-    ]
+    lossy = [name for name, schedule in engine.schedules.items() if not is_lossless(schedule)]
     return Experiments(
         store,
         engine.schedules,

@@ -49,6 +49,7 @@ def test_every_policy_writes_what_plain_decoding_writes() -> None:
         medium="truncated",
         weights="fp32",
         device="cpu",
+        budget=8,
         max_model_len=128,
         max_num_seqs=8,
         define=defined,

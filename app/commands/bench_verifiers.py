@@ -44,14 +44,17 @@ def verifiers(
     from engine.request import RequestError
     from models.loading import choose_placement
     from models.sampling import ParamError
+    from scheduler.registry import WITHOUT_PRICES
 
     check_outputs(json_file, plot)
     try:
         conversations = read_prompts(prompts, limit)
         placement = choose_placement(settings.device, settings.weights)
-        budget = settings.budget or default_budget(placement)
+        # Trees of a given size are compared, whatever they cost, so no prices are needed.
+        budget = default_budget(placement, is_most=False) if settings.budget == "auto" else settings.budget
+        word = WITHOUT_PRICES if settings.plan == "auto" else settings.plan
         role, small = _roles(settings, drafter)
-        defined = {**default_pairs(budget, role, small=small, word=settings.plan), **settings.define}
+        defined = {**default_pairs(budget, role, small=small, word=word), **settings.define}
         names = list(defined) if pairs is None else pairs.split(",")
         if unknown := [name for name in names if name not in defined]:
             raise ValueError(f"pairs: {unknown[0]!r} is not one of {', '.join(defined)}")
@@ -60,7 +63,7 @@ def verifiers(
         fail(f"temperatures: {error}")
     except (ValueError, OSError) as error:
         fail(describe(error))
-    chosen = settings.model_copy(update={"define": {name: defined[name] for name in names}})
+    chosen = settings.model_copy(update={"budget": budget, "define": {name: defined[name] for name in names}})
     _, loaded = load(chosen)
     engine = loaded.engine
     assert isinstance(engine, Engine), "models can be measured in this very process only"
