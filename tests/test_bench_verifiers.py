@@ -154,7 +154,8 @@ def test_a_drafter_that_is_the_target_makes_perfect_chains(measured: list[PairCo
 def test_ratio_rules_accept_all_of_what_the_target_itself_drew(measured: list[PairCounts]) -> None:
     """If p is q every draw passes. Negative control: the walk, which ignores q, refuses most of the same trees."""
     by_name = {(one.name, one.temperature): one for one in measured}
-    for name in ("iid+naive", "iid+specinfer", "iid+spectr", "distinct+specinfer-distinct", "delayed+traversal"):
+    exact = ("iid+naive", "iid+specinfer", "iid+spectr", "distinct+specinfer-distinct", "delayed+traversal", "delayed+khisti")
+    for name in exact:
         one = by_name[name, 1.0]
         deep = [depth for depth in one.funnel if depth.offered]
         assert all(depth.accepted == depth.offered for depth in deep), name

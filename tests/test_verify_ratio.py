@@ -345,6 +345,14 @@ def test_the_flow_is_the_best_program(seed: int, size: int) -> None:
     assert np.minimum(p, law).sum() == pytest.approx(-found.fun, abs=1e-9)
 
 
+def test_what_the_target_itself_would_draw_is_accepted() -> None:
+    """Choosing the better-ranked of two draws would prefer likely tokens, and refuse what needs no choice at all."""
+    (p,) = random_rows(random.Random(3), 1, 200, torch.float64)
+    p /= p.sum()
+    for step in tournament(p, p, 4):
+        assert torch.allclose(step.law, p, atol=1e-12)
+
+
 @given(seed=st.integers(0, 10**9), size=st.integers(1, 8), ranked=st.integers(1, 8))
 @settings(max_examples=60)
 def test_the_law_of_a_truncated_program_is_that_of_its_rule(seed: int, size: int, ranked: int) -> None:
