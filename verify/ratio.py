@@ -65,17 +65,27 @@ Rows are float64 and normalized; there is at least one draw, and q is positive a
 """
 
 
+def mass_of(row: torch.Tensor) -> float:
+    """Sum of a float64 row ``[vocab]``. AssertionError for a row without mass or with NaN."""
+    mass: float = row.sum().item()
+    assert 0 < mass < math.inf, f"a row has no probability mass: it sums to {mass}"
+    return mass
+
+
 def normalized(row: torch.Tensor) -> torch.Tensor:
     """`row` ``[vocab]`` as a float64 distribution. AssertionError for a row without mass or with NaN."""
     p = row.double()
-    mass = p.sum()
-    assert 0 < mass.item() < math.inf, f"a row has no probability mass: it sums to {mass.item()}"
-    return p / mass
+    return p / mass_of(p)
 
 
 def proposal(tree: TokenTree, node: int, p: torch.Tensor) -> torch.Tensor:
     """The row that the draws at `node` came from, as a float64 distribution of the shape and on the device of `p`."""
-    q = normalized(tree.proposals[node].to(p.device))
+    return normalized(drawn_from(tree, node, p))
+
+
+def drawn_from(tree: TokenTree, node: int, p: torch.Tensor) -> torch.Tensor:
+    """The same as the tree keeps it, not normalized and perhaps not a copy."""
+    q = tree.proposals[node].to(p.device, torch.float64)
     if len(q) < len(p):
         return torch.nn.functional.pad(q, (0, len(p) - len(q)))
     assert not q[len(p) :].any().item(), f"q has mass on tokens that the target's {len(p)} do not include"

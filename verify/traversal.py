@@ -24,47 +24,63 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from tree.draws import TreeKind
 from tree.tree import TokenTree
 from verify.base import Noise, Rows, Verdict
 from verify.block import chance_of
-from verify.ratio import EMPTY, Tests, check_call, draw_by_race, excess, normalized, proposal, ratio
+from verify.ratio import EMPTY, Tests, check_call, draw_by_race, drawn_from, mass_of, normalized, ratio
+
+_EXACT_ABOVE = 1e-3  # part of a row's mass that may be left for a difference to be exact enough
 
 
 @dataclass(slots=True, eq=False)
 class Visit:
-    """A node on the way."""
+    """A node on the way. Its rows are not normalized, and few are made: a pass over the vocabulary is what costs here."""
 
     node: int
     weight: float  # a
-    p: Tensor | None  # what is left of the target's row, [vocab]; None for a leaf, whose row matters if it is accepted
-    q: Tensor | None  # what is left of the drafter's row; None for a leaf
+    p: Tensor | None  # what is left of the target's row, [vocab], times `p_mass`; None for a leaf, which is read if accepted
+    q: Tensor | None  # the drafter's row as the tree keeps it; None for a leaf
     children: deque[int]  # tokens not refused yet, in the order of their first draws
+    p_mass: float = 1.0
+    q_mass: float = 1.0  # of what is left of `q`, which has no `refused` tokens
+    refused: list[int] = field(default_factory=list)
+    spare: Tensor | None = None  # what `p` was before the last refusal; overwritten by the next
 
     def child_weight(self, token: int) -> float:
         """The weight of the child with this token."""
         assert self.p is not None and self.q is not None
-        return min(1.0, self.weight * ratio(self.p, self.q, token))
+        return min(1.0, self.weight * ratio(self.p, self.q, token) * self.q_mass / self.p_mass)
 
     def refuse(self, token: int) -> bool:
         """Take the child with this token out; False if rounding left nothing where something must be left."""
         assert self.p is not None and self.q is not None
         self.children.remove(token)
-        left = excess(self.weight * self.p, self.q)
-        mass = left.sum().item()
+        left, mass = self.spare, 0.0
+        if self.weight > 0.0:
+            left = torch.empty_like(self.p) if left is None else left
+            # (a P - Q)+, times p_mass / a
+            torch.sub(self.p, self.q, alpha=self.p_mass / (self.weight * self.q_mass), out=left)
+            if self.refused:
+                left[self.refused] = self.p[self.refused]
+            mass = left.clamp_(min=0.0).sum().item() * self.weight / self.p_mass
         is_sound = mass >= EMPTY
         if is_sound:
-            self.p = left / mass
+            assert left is not None
+            self.p, self.p_mass, self.spare = left, mass * self.p_mass / self.weight, self.p
         self.weight = chance_of(mass, self.weight)
-        self.q = self.q.clone()
-        self.q[token] = 0.0
-        if (rest := self.q.sum().item()) > 0.0:
-            self.q /= rest
+        self.refused.append(token)
+        whole = self.q_mass
+        self.q_mass -= self.q[token].item()
+        if self.q_mass < _EXACT_ABOVE * whole:  # the difference has lost digits, and may not even be positive
+            rest = torch.tensor(self.refused, device=self.q.device)
+            self.q_mass = self.q.index_fill(0, rest, 0.0).sum().item() or 1.0
         return is_sound
 
 
@@ -85,8 +101,9 @@ class Traversal:
         def visit(node: int, weight: float) -> Visit:
             if node not in tree.draws:
                 return Visit(node, weight, None, None, deque())
-            p = normalized(rows[row[node]])
-            return Visit(node, weight, p, proposal(tree, node, p), deque(dict.fromkeys(tree.draws[node])))
+            p = rows[row[node]].to(torch.float64, copy=True)
+            q = drawn_from(tree, node, p)
+            return Visit(node, weight, p, q, deque(dict.fromkeys(tree.draws[node])), mass_of(p), mass_of(q))
 
         tests: dict[int, Tests] = {}  # by depth
         path = [visit(0, 1.0)]
