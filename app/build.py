@@ -24,6 +24,7 @@ from drafters.ngram import NgramDrafter
 from drafters.vocab import check_same_vocab, tokenizer_hash
 from engine.admission import Limits
 from engine.engine import Engine
+from engine.steering import Steering
 from engine.text import byte_fallback_ids
 from models.causal_lm import CausalLM
 from models.loading import Placement, choose_placement, load_model, load_tokenizer, prepare
@@ -33,6 +34,7 @@ from scheduler.auto_budget import AutoBudget
 from scheduler.definitions import define_schedule
 from scheduler.drift import LiveCosts
 from scheduler.registry import build_schedules, check_budget
+from scheduler.tuning import Tuner, talon_grid
 
 _MAX_BUDGET = 511  # nodes per tree, root included; what a working tree holds at most
 _LEAST_EXPANDED = 0.02  # path probability below which no drafter is asked what follows, on a CPU
@@ -145,6 +147,9 @@ def _set_prices(loaded: LoadedEngine, settings: Settings, progress: Progress) ->
     else:
         profile = read_profile(Path(settings.costs))
     engine.auto = AutoBudget(LiveCosts(profile))
+    budget = max(schedule.budget for schedule in engine.schedules.values() if schedule.is_auto)
+    tuner = Tuner(talon_grid(budget)) if settings.tune_talon and budget > 1 else None
+    engine.steering = Steering(engine.schedules, free=frozenset({NGRAM}), tuner=tuner, told=engine.tell_fallback)
 
 
 def _default_schedule(settings: Settings, drafters: dict[str, Drafter]) -> str:

@@ -76,6 +76,9 @@ class Settings(BaseSettings):
     budget: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="Nodes verified per step, root included; auto: as many as pay at this machine's prices."
     )
+    tune_talon: bool = Field(
+        default=False, description="Let schedules that grow by TALON try budgets and gates, and keep to what is fastest."
+    )
     costs: str = Field(
         default="measure",
         min_length=1,

@@ -20,6 +20,9 @@ class Pace:
     def on_step(self, steps: list[StepStats], /) -> None:
         """Nothing: only ends free a place."""
 
+    def on_fallback(self, schedule: str, to: str, reason: str, /) -> None:
+        """Nothing to note."""
+
     def on_finish(self, stats: RequestStats, reason: FinishReason, /) -> None:
         """Note how long the request held a place; one that left the queue held none. Called on the engine thread."""
         if stats.admitted_s > 0:

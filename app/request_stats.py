@@ -53,8 +53,11 @@ def _speculative_decoding(stats: Sequence[RequestStats], budget: int) -> dict[st
 def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
     drafters: dict[str, DrafterCount] = {}
     halts: dict[str, str] = {}
+    fallbacks: dict[str, int] = {}
     for one in stats:
         halts.update(one.halts)
+        for name, steps in one.fallbacks.items():
+            fallbacks[name] = fallbacks.get(name, 0) + steps
         for name, count in one.drafters.items():
             drafters.setdefault(name, DrafterCount()).add(count)
     experiment, _, arm = stats[0].arm.partition("/")
@@ -88,5 +91,6 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
         "rule_ms": round(1000 * sum(one.rule_s for one in stats), 3),
         "other_ms": round(1000 * sum(one.other_s for one in stats), 3),
         "halts": halts,
+        "fallbacks": fallbacks,  # schedule that stood in for the one asked for -> steps
         "trimmed": sum(one.num_trimmed for one in stats),
     }

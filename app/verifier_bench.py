@@ -72,6 +72,9 @@ class StepLog(Observer):
             self.seconds.rule += step.rule_s
         self._last = now
 
+    def on_fallback(self, schedule: str, to: str, reason: str) -> None:
+        """Breakers have no part in it."""
+
     def on_finish(self, stats: RequestStats, reason: FinishReason) -> None:
         """The next step is another request's."""
         self._last = None

@@ -126,7 +126,7 @@ def count_step(scored: Scored, verdict: Verdict, block: Block, *, verify_s: floa
         drafters[creator].accepted += 1
         add_up(drafters[creator].accepted_at, [0] * place + [1])
     return StepStats(
-        schedule=draft.sequence.schedule.name,
+        schedule=draft.sequence.asked.name,
         arm=draft.sequence.request.arm,
         num_drafts=int(len(nodes) > 1),
         num_steps=1,

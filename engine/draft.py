@@ -95,7 +95,7 @@ def show_hidden(
     `hidden[layer][rows[i]]` belongs to token ``start + i``. Returns the drafters that broke, and why.
     """
     broken = []
-    for name in sequence.schedule.drafters.values():
+    for name in sequence.asked.drafters.values():
         drafter = drafters[name]
         # One that waits for rows goes on hearing, or it could not go on when there are some.
         if not drafter.layers or (sequence.is_without(name) and name not in sequence.retry_at):

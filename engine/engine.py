@@ -19,14 +19,13 @@ from dataclasses import replace
 from typing import Protocol
 
 from drafters.base import Drafter, KeepsRows
-from engine.adjust import adjusted, without_ends
 from engine.admission import Limits, check_request, check_rules, choose_schedule, is_lossless
 from engine.commit import Block, commit, count_step
 from engine.constraint import ConstraintError
+from engine.decide import decide
 from engine.draft import close_drafters, grow_trees, show_hidden
 from engine.isolate import NothingScored, can_score, is_out_of_memory, score_apart
 from engine.memory import Memory
-from engine.noise import TargetNoise
 from engine.request import (
     Delta,
     EngineStopped,
@@ -38,20 +37,18 @@ from engine.request import (
     StepStats,
     StepTimes,
 )
-from engine.rows import probability_rows
 from engine.score import Scored
 from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
+from engine.steering import Steering
 from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
-from engine.trace import StepTrace, trace_step
+from engine.trace import traced
 from engine.turn import Turn, fitting_nodes, plan_turn
 from models.causal_lm import CausalLM
 from scheduler.auto_budget import AutoBudget
 from scheduler.registry import PLAIN
 from scheduler.schedule import Schedule
-from verify import EVERY_VERIFIER
-from verify.base import Verdict
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +66,9 @@ class Observer(Protocol):
 
     def on_finish(self, stats: RequestStats, reason: FinishReason, /) -> None:
         """One request is over."""
+
+    def on_fallback(self, schedule: str, to: str, reason: str, /) -> None:
+        """Requests for `schedule` decode with `to` from now on."""
 
 
 class Engine:
@@ -111,6 +111,8 @@ class Engine:
         self.stop_tokens = stop_tokens
         self.auto: AutoBudget | None = None
         """Decides for schedules that leave their budget to the server; None: they take all that their policies chose."""
+        self.steering: Steering | None = None
+        """Takes schedules that lose against plain decoding out of use for a while; None: nobody does."""
         self._observers: list[Observer] = []
         self._inbox: queue.SimpleQueue[Sequence | str | None] = queue.SimpleQueue()
         self._waiting: deque[Sequence] = deque()
@@ -297,6 +299,9 @@ class Engine:
         begin, draft_ns, auto = time.perf_counter(), time.time_ns(), self.auto
         records = self._memory.begin_ready(self._running)
         turn = self._make_room(records)
+        if self.steering is not None:
+            for sequence in turn.decoding:
+                self.steering.steer(sequence)
         if auto is not None:
             begin_step(auto, turn.prefills, turn.decoding)
         drafts = grow_trees(turn.decoding, self._drafters, vocab_size=self.vocab_size, auto=auto)
@@ -311,7 +316,7 @@ class Engine:
         was_decoding = not turn.prefills and all(draft.sequence.num_pending == 1 for draft in drafts)
         for part in parts.fed:
             sequence = part.sequence
-            step = StepStats(sequence.schedule.name, arm=sequence.request.arm, verify_s=share)
+            step = StepStats(sequence.asked.name, arm=sequence.request.arm, verify_s=share)
             step.num_prompt_tokens = sequence.newly_read()
             fed = range(len(sequence.rows) - part.start)
             step.halts = tuple(show_hidden(sequence, self._drafters, part.start, part.hidden, fed))
@@ -325,9 +330,8 @@ class Engine:
         if auto is not None and parts.num_passes == 1:  # what several passes took is the price of none
             auto.forwarded(num_rows, 1000 * parts.verify_s)
             if was_decoding and blocks:
-                tokens = sum(len(block.token_ids) for _, block in blocks)
-                names = (sequence.schedule.name for sequence, _ in blocks)
-                auto.stepped(names, tokens=tokens, ms=1000 * (time.perf_counter() - begin))
+                given = [(sequence, len(block.token_ids)) for sequence, block in blocks]
+                self._learn(auto, given, 1000 * (time.perf_counter() - begin))
         since, self._counted_until = self._counted_until, time.perf_counter()
         close_step(records, self._counted_until - since, time.monotonic())
         times = StepTimes(draft_ns, verify_ns, commit_ns, time.time_ns())
@@ -335,6 +339,16 @@ class Engine:
         self._tell(lambda observer: observer.on_step(by_schedule(step for _, step in records)))
         for sequence, block in blocks:
             self._emit(sequence, replace(block, times=times))
+
+    def _learn(self, auto: AutoBudget, given: list[tuple[Sequence, int]], ms: float) -> None:
+        """What a step of decoding gave each sequence, in tokens, and that it took `ms` in all."""
+        auto.stepped((sequence.schedule.name for sequence, _ in given), tokens=sum(count for _, count in given), ms=ms)
+        if self.steering is None:
+            return
+        for asked in {sequence.asked.name for sequence, _ in given}:
+            own = [count for sequence, count in given if sequence.asked.name == asked and sequence.asked.is_auto]
+            if own:
+                self.steering.stepped(asked, tokens=sum(own), ms=ms * len(own) / len(given), plain_ms=auto.plain_ms)
 
     def _settle(self, scored: Scored, share: float, records: list[tuple[RequestStats, StepStats]]) -> Block | None:
         """Verify and commit one sequence, and count it. A fault here is that sequence's own: it ends, the others go on."""
@@ -344,13 +358,13 @@ class Engine:
             if not scored.is_sound:
                 raise ArithmeticError("the target's logits are NaN or infinite")
             start = time.perf_counter()
-            verdict = self._verify(scored)
+            verdict = decide(scored)
             rule_s = time.perf_counter() - start
             if self.auto is not None:
                 self.auto.verified(scored.draft.growth.tree, scored.nodes, verdict.path, sequence.record)
             block = commit(scored, verdict, self.target.pool, self._drafters)
             if sequence.stats.num_steps < sequence.request.trace_steps:
-                block = replace(block, trace=_traced(scored, verdict, block, share))
+                block = replace(block, trace=traced(scored, verdict, len(block.token_ids), share))
         except ConstraintError as error:
             log.warning("request %s ends with an error: %s", sequence.request.id, error)
             self.target.pool.release(scored.rows)
@@ -388,26 +402,10 @@ class Engine:
             self._waiting.appendleft(sequence)
             if sequence.has_begun:
                 sequence.stats.num_preemptions += 1
-                step = StepStats(sequence.schedule.name, arm=sequence.request.arm, num_preemptions=1)
+                step = StepStats(sequence.asked.name, arm=sequence.request.arm, num_preemptions=1)
                 records.append((sequence.stats, step))
             close_drafters(sequence, self._drafters, keep=True)
             self._memory.leave(sequence, keep=True)
-
-    def _verify(self, scored: Scored) -> Verdict:
-        sequence = scored.draft.sequence
-        sampling, rule = sequence.request.sampling, EVERY_VERIFIER[sequence.rule_name]
-        tree, logits = scored.draft.growth.tree, scored.logits
-        if not sampling.is_plain:
-            paths = [tree.path_tokens(node) for node in scored.nodes]
-            logits = adjusted(logits, sampling, sequence.tallied(logits), paths)
-        if sequence.constraint is not None:
-            logits = sequence.constraint.masked(logits, tree, scored.nodes, sequence.num_required)
-        elif sequence.num_required:
-            depths = [tree.depth[node] for node in scored.nodes]
-            logits = without_ends(logits, sequence.end_tokens, depths, sequence.num_required)
-        rows = logits if sampling.greedy else probability_rows(logits, sampling)
-        noise = TargetNoise(sampling.seed, sequence.num_output)
-        return rule(tree, scored.nodes, rows, noise)
 
     def _emit(self, sequence: Sequence, block: Block) -> None:
         if block.finish is not None:
@@ -459,25 +457,16 @@ class Engine:
         except Exception:  # the receiver is gone or broken; that is no reason to stop serving the others
             log.exception("the receiver of request %s failed", sequence.request.id)
 
+    def tell_fallback(self, schedule: str, to: str, reason: str) -> None:
+        """Tell the observers that a breaker moved; on the engine's thread."""
+        self._tell(lambda observer: observer.on_fallback(schedule, to, reason))
+
     def _tell(self, call: Callable[[Observer], None]) -> None:
         for observer in self._observers:
             try:
                 call(observer)
             except Exception:
                 log.exception("an observer failed")
-
-
-def _traced(scored: Scored, verdict: Verdict, block: Block, verify_s: float) -> StepTrace:
-    """The step that made `block`, described; its tokens have been appended, but it has not been counted yet."""
-    sequence, num_tokens = scored.draft.sequence, len(block.token_ids)
-    return trace_step(
-        scored,
-        verdict,
-        index=sequence.stats.num_steps,
-        first_token=sequence.num_output - num_tokens,
-        num_tokens=num_tokens,
-        verify_s=verify_s,
-    )
 
 
 def _why(error: BaseException) -> str:

@@ -83,7 +83,7 @@ class Memory:
             self.begin(sequence)
             if self._cache is not None and sequence.stats.num_preemptions == 0:  # a prompt is looked up once, as counts go
                 sequence.stats.num_cached_tokens = hits = sequence.num_cached
-                step = StepStats(sequence.schedule.name, arm=sequence.request.arm, num_prefix_hits=hits)
+                step = StepStats(sequence.asked.name, arm=sequence.request.arm, num_prefix_hits=hits)
                 step.num_prefix_queries, step.num_prompt_tokens = sequence.num_prompt, sequence.newly_read()
                 records.append((sequence.stats, step))
         return records
@@ -96,7 +96,7 @@ class Memory:
             return
         sequence.lease = self._cache.begin()
         limit, _ = self._cache.match(sequence.tokens, len(sequence.tokens) - 1)
-        for name in sequence.schedule.drafters.values():
+        for name in sequence.asked.drafters.values():
             drafter = self._drafters[name]
             if limit > 0 and isinstance(drafter, KeepsPrefixes) and not sequence.is_without(name):
                 known = drafter.num_known(sequence.tokens)

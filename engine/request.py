@@ -113,6 +113,7 @@ class RequestStats:
     drafted: list[int] = field(default_factory=list)  # per speculative step: nodes sent to verification
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     halts: dict[str, str] = field(default_factory=dict)  # drafter -> why it stopped drafting for this request; "rows": paused
+    fallbacks: dict[str, int] = field(default_factory=dict)  # schedule that stood in for the one asked for -> steps
     arm: str = ""
     arrived_s: float = 0.0  # time.monotonic() values
     admitted_s: float = 0.0

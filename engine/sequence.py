@@ -42,7 +42,8 @@ class Sequence:
     """
 
     request: Request
-    schedule: Schedule
+    asked: Schedule  # what the request named, or the server's default
+    schedule: Schedule  # what it decodes with now; another one while that is no gain, see `engine.steering`
     text: TextStream
     max_total: int  # tokens, prompt included, at which the answer ends
     end_tokens: frozenset[int]  # tokens that end the answer
@@ -129,6 +130,7 @@ def open_sequence(
     allowed = max_model_len if request.max_tokens is None else min(max_model_len, len(prompt) + request.max_tokens)
     return Sequence(
         request=request,
+        asked=schedule,
         schedule=schedule,
         text=text,
         max_total=allowed,

@@ -48,6 +48,19 @@ class StepTrace:
     verify_s: float
 
 
+def traced(scored: Scored, verdict: Verdict, num_tokens: int, verify_s: float) -> StepTrace:
+    """The step that has just appended `num_tokens` tokens to its answer, described; it has not been counted yet."""
+    sequence = scored.draft.sequence
+    return trace_step(
+        scored,
+        verdict,
+        index=sequence.stats.num_steps,
+        first_token=sequence.num_output - num_tokens,
+        num_tokens=num_tokens,
+        verify_s=verify_s,
+    )
+
+
 def trace_step(
     scored: Scored, verdict: Verdict, *, index: int, first_token: int, num_tokens: int, verify_s: float
 ) -> StepTrace:

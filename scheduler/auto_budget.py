@@ -190,6 +190,11 @@ class AutoBudget:
         prior = 1.0 / self._plain_rate()
         return min((plain + prior) / (ms + prior), _MOST_SPEEDUP)
 
+    @property
+    def plain_ms(self) -> float:
+        """Milliseconds per token of plain decoding at the load of this step."""
+        return 1.0 / self._plain_rate()
+
     def rate(self, schedule: str) -> float:
         """R: tokens per millisecond that time is worth in this step."""
         return max(self.speedup(schedule), 1.0) * self._plain_rate()

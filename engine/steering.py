@@ -1,0 +1,85 @@
+"""Which schedule a sequence decodes with in this step: the one it asked for, unless that loses against plain decoding.
+
+A schedule whose amount of drafting is left to prices can still lose where prices mislead: a model pair that never agrees, a
+clock that lies. Each such schedule has a breaker (`scheduler.breaker`) for the whole server, fed with what its steps gave and
+took; while it is open, sequences decode with the next rung of its ladder. The text is the same with every rung. A schedule
+with a fixed budget is what somebody asked for whatever it costs, and has none.
+
+The ladder holds only schedules whose drafters follow the sequence anyway: one that begins to listen in mid-text would have
+missed the hidden states of what came before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from engine.sequence import Sequence
+from scheduler.breaker import Breaker, BreakerRule, BreakerState, ladder
+from scheduler.schedule import Schedule
+from scheduler.tuning import Tuner
+from tree.policies.talon import Talon
+
+log = logging.getLogger(__name__)
+
+Told = Callable[[str, str, str], None]
+"""Who is told when a breaker moves: (schedule, schedule it decodes with from now on, reason)."""
+
+
+class Steering:
+    """The breakers of all schedules of one engine, and the tuner of those that grow by TALON. The engine's thread owns it."""
+
+    def __init__(
+        self,
+        schedules: Mapping[str, Schedule],
+        free: frozenset[str],
+        *,
+        rule: BreakerRule | None = None,
+        tuner: Tuner | None = None,
+        told: Told = lambda schedule, to, reason: None,
+    ) -> None:
+        """`free` are the drafters that can join in mid-text, since they read nothing but tokens."""
+        self._schedules = schedules
+        self._told = told
+        self.tuner = tuner
+        self._breakers: dict[str, Breaker] = {}
+        for schedule in schedules.values():
+            if not schedule.is_auto:
+                continue
+            known = free.union(schedule.drafters.values())
+            offered = {name: other for name, other in schedules.items() if known.issuperset(other.drafters.values())}
+            rungs = ladder(schedule, offered)
+            if len(rungs) > 1:
+                self._breakers[schedule.name] = Breaker(rungs, rule)
+
+    def steer(self, sequence: Sequence) -> None:
+        """Set what `sequence` decodes with from this step on."""
+        asked = sequence.asked
+        name = asked.name
+        if asked.is_auto and name in self._breakers:
+            name = self._breakers[name].current
+        if name != sequence.schedule.name:
+            sequence.schedule = asked if name == asked.name else self._schedules[name]
+        if name != asked.name:
+            sequence.stats.fallbacks[name] = sequence.stats.fallbacks.get(name, 0) + 1
+        elif self.tuner is not None and asked.is_auto and isinstance(asked.policy, Talon):
+            sequence.schedule = replace(asked, policy=self.tuner.arm.applied(asked.policy))
+
+    def stepped(self, schedule: str, *, tokens: int, ms: float, plain_ms: float) -> None:
+        """Sequences that asked for `schedule` emitted `tokens` in `ms`, their share of a step.
+
+        `plain_ms` is what plain decoding would have taken per token. Not for steps that read prompts.
+        """
+        breaker = self._breakers.get(schedule)
+        if breaker is not None:
+            change = breaker.observe(tokens, ms / 1000, plain_ms / 1000)
+            if change is not None:
+                log.info("schedule %s: %s to %s, %s: %s", schedule, change.before, change.after, change.reason, change.detail)
+                self._told(schedule, change.after, change.reason)
+        if self.tuner is not None and isinstance(self._schedules[schedule].policy, Talon):
+            self.tuner.observe(tokens=tokens, seconds=ms / 1000, plain_s=plain_ms / 1000)
+
+    def states(self) -> dict[str, BreakerState]:
+        """Every breaker's state, by schedule."""
+        return {name: breaker.state for name, breaker in self._breakers.items()}
