@@ -158,10 +158,13 @@ class Engine:
 
     @property
     def row_use(self) -> dict[str, tuple[int, int]]:
-        """Cache rows in use and in all, by owner: "target", and the drafters that keep some of their own."""
+        """Cache rows of texts in flight, and all, by owner: "target", and the drafters that keep some of their own.
+
+        Rows that are only kept for texts to come count as free.
+        """
         pools = {"target": self.target.pool}
         pools |= {name: drafter.lm.pool for name, drafter in self._drafters.items() if isinstance(drafter, KeepsRows)}
-        return {name: (pool.num_used, pool.num_rows) for name, pool in pools.items()}
+        return {name: (pool.num_rows - pool.num_available, pool.num_rows) for name, pool in pools.items()}
 
     def subscribe(self, observer: Observer) -> None:
         """Tell `observer` of every step and every ended request; before `start`."""

@@ -359,22 +359,21 @@ def test_a_drafter_may_break_anywhere(tiny_model: TinyModel, where: str) -> None
         assert [reply.stats.halts for reply in replies] == [{"medium": "error"}, {"medium": "error"}, {}, {"medium": "error"}]
 
 
-@pytest.mark.parametrize("where", ["_verify", "commit"])
+@pytest.mark.parametrize("where", ["decide", "commit"])
 def test_a_fault_in_one_sequence_is_its_own(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Rows taken for a tree come back whichever line after the forward raised; batch mates do not notice."""
     from engine import engine as module
 
     target = tiny_model("llama", VOCAB, 11)
     with World(target, medium=target) as world:
-        holder = module if where == "commit" else world.engine
-        original = getattr(holder, where)
+        original = getattr(module, where)
 
         def raise_for_the_first(scored: Any, *rest: Any) -> Any:
             if scored.draft.sequence.request.prompt[0] == 66 and scored.draft.sequence.num_output > 3:
                 raise RuntimeError("broken")
             return original(scored, *rest)
 
-        monkeypatch.setattr(holder, where, raise_for_the_first)
+        monkeypatch.setattr(module, where, raise_for_the_first)
         pending = [world.submit(prompt, "treegraft", max_tokens=20) for prompt in ("Bad", "abc", "def")]
         bad, *good = [p.result() for p in pending]
         assert bad.finish is FinishReason.ERROR and bad.error
