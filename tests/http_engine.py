@@ -292,9 +292,14 @@ class Server:
         samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
-    def sums(self, name: str) -> float:
-        """The sum of one metric over all its labels."""
-        return sum(value for key, value in self.metrics().items() if key.partition("{")[0] == f"graftserve_{name}")
+    def sums(self, name: str, **labels: str) -> float:
+        """The sum of one metric over all its series that have these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(
+            value
+            for key, value in self.metrics().items()
+            if key.partition("{")[0] == f"graftserve_{name}" and all(label in key for label in wanted)
+        )
 
 
 @contextmanager

@@ -57,9 +57,14 @@ class Real:
         lines = self.client.get("/metrics").text.splitlines()
         return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
 
-    def total(self, name: str) -> float:
-        """One metric summed over its labels."""
-        return sum(value for key, value in self.samples().items() if key.partition("{")[0] == f"graftserve_{name}")
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of one metric over all its series that have these labels."""
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(
+            value
+            for key, value in self.samples().items()
+            if key.partition("{")[0] == f"graftserve_{name}" and all(label in key for label in wanted)
+        )
 
     def idle(self) -> bool:
         """Nothing runs, nothing waits, and every row is free."""

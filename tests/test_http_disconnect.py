@@ -29,7 +29,7 @@ def server(running: Server) -> Iterator[Server]:
 
 def aborted(server: Server) -> float:
     """Requests that ended because the caller went away."""
-    return server.metrics()['graftserve_requests_total{finish_reason="abort"}']
+    return server.sums("requests_total", finish_reason="abort")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

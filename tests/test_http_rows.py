@@ -175,7 +175,7 @@ def test_a_fault_of_everyone_is_everyones_and_health_says_so(target: PreTrainedM
         assert real.client.get("/health").json() == {"status": "failed"}
         refused = real.complete()
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
-        assert real.samples()['graftserve_requests_total{finish_reason="error"}'] == 3
+        assert real.total("requests_total", finish_reason="error") == 3
 
 
 @pytest.mark.parametrize("error", [OUT_OF_MEMORY[0], lambda: RuntimeError("broken")])
@@ -184,7 +184,7 @@ def test_a_drafter_that_fails_costs_nobody_the_answer(real: Real, error: Callabl
     plain = real.text("abc", max_tokens=40)
     drafter: Any = real.world.drafters["medium"]
     forward = drafter.lm.forward
-    before = real.samples().get('graftserve_drafter_halts_total{drafter="medium",reason="error"}', 0.0)
+    before = real.total("drafter_halts_total", drafter="medium", reason="error")
 
     def broken(segments: Any) -> Any:
         raise error()
@@ -196,7 +196,7 @@ def test_a_drafter_that_fails_costs_nobody_the_answer(real: Real, error: Callabl
         drafter.lm.forward = forward
     assert answer["choices"][0]["text"] == plain
     assert answer["metrics"]["graft"]["halts"] == {"medium": "error"}
-    assert real.samples()['graftserve_drafter_halts_total{drafter="medium",reason="error"}'] == before + 1
+    assert real.total("drafter_halts_total", drafter="medium", reason="error") == before + 1
     assert drafter.lm.pool.num_used == 0
     healed = real.ask("abc", max_tokens=40, speculative={"schedule": "treegraft"})
     assert healed["metrics"]["graft"]["halts"] == {} and healed["choices"][0]["text"] == plain
@@ -204,7 +204,8 @@ def test_a_drafter_that_fails_costs_nobody_the_answer(real: Real, error: Callabl
 
 def test_a_stream_that_breaks_in_the_middle_says_so_once(real: Real) -> None:
     """What came before stays, then one error, nothing else; and it is counted as failed."""
-    before = real.samples()
+    counted = (("requests_total", {"finish_reason": "error"}), ("request_errors_total", {"status": "500"}))
+    before = [real.total(name, **labels) for name, labels in counted]
     calls = 0
 
     def after_three(_: Any) -> bool:
@@ -216,7 +217,5 @@ def test_a_stream_that_breaks_in_the_middle_says_so_once(real: Real) -> None:
         got = real.events("abc", max_tokens=50)
     assert ["error" in event for event in got] == [False] * (len(got) - 1) + [True]
     assert sum(len(event["choices"][0]["text"]) for event in got[:-1]) > 0
-    after = real.samples()
-    for name in ('requests_total{finish_reason="error"}', 'request_errors_total{status="500"}'):
-        assert after[f"graftserve_{name}"] == before[f"graftserve_{name}"] + 1
+    assert [real.total(name, **labels) for name, labels in counted] == [count + 1 for count in before]
     assert real.text("abc", max_tokens=3)
