@@ -309,7 +309,8 @@ async def _soak(
 ) -> tuple[Plan, int, Series]:
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         plan = await prepare(client, tolerance)
-        say(f"{len(plan.known)} questions, schedules {', '.join(plan.offer.schedules)}; {concurrency} clients for {seconds:g} s")
+        names = ", ".join(plan.offer.schedules)
+        say(f"{len(plan.known)} questions, schedules {names}; {concurrency} clients for {seconds:g} s")
         await hammer(
             server.url,
             soak,

@@ -33,11 +33,11 @@ class Expected:
         if text == self.text and reason == self.reason:
             return None
         place = common_length(text, self.text)
-        # The token that made the difference begins at or before it, and the next token not before it.
+        # The token that made the difference holds its place; of tokens that share a character any may have.
         begins = [begin for begin, _ in self.close_calls]
         for index, (begin, gap) in enumerate(self.close_calls):
             following = begins[index + 1] if index + 1 < len(begins) else math.inf
-            if begin <= place <= following and gap < tolerance:
+            if gap < tolerance and (begin <= place < following or begin == place == following):
                 return "near tie"
         if text == self.text:
             return f"ended by {reason!r} instead of {self.reason!r}"
