@@ -144,9 +144,9 @@ async def make(client: httpx.AsyncClient, soak: Soak, plan: Plan, move: Move) ->
         if reply.status != move.malformed.status or reply.error is None:
             soak.blame(f"{move.malformed.name}: {reply.status} instead of {move.malformed.status} {reply.fault or ''}")
     elif reply.status in (429, 503):
-        if reply.retry_after is None:
-            soak.blame(f"{move.kind} ({how}): {reply.status} without Retry-After")
-    elif not reply.is_answer:
+        if reply.fault is not None or reply.retry_after is None:
+            soak.blame(f"{move.kind} ({how}): {reply.fault or f'{reply.status} without Retry-After'}")
+    elif not reply.is_answer:  # a look at /health and the like counts as one
         soak.blame(f"{move.kind} ({how}): {reply.status} {reply.error or reply.fault}")
     elif move.question is not None:
         judge(soak, plan, move.question, reply, how)

@@ -283,7 +283,7 @@ def test_right_answers_are_not_blamed(answer: Callable[[httpx.Request], httpx.Re
         (lambda _: httpx.Response(500, json=ERROR), False),
         (lambda _: httpx.Response(400, json=ERROR), False),
         (lambda _: httpx.Response(429, json=ERROR), False),  # when may one come back?
-        (lambda _: httpx.Response(503, text="busy", headers={"Retry-After": "1"}), True),
+        (lambda _: httpx.Response(503, text="busy", headers={"Retry-After": "1"}), True),  # no error object
         (streamed(piece("abce"), piece("", "length"), USAGE, "[DONE]"), True),
         (streamed(piece("abcd"), piece("", "length"), USAGE), True),
         (streamed(piece("abcd"), USAGE, "[DONE]"), True),
