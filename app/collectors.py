@@ -230,7 +230,8 @@ class Collectors:
         self.max_running = gauge("max_requests_running", "Sequences that can be decoded at the same time.")
         self.max_waiting = gauge("max_requests_waiting", "Requests that may wait; more are refused.")
         self.rows = gauge("cache_rows", "Rows of a model's key-value cache, one per token.", ("owner",))
-        self.rows_used = gauge("cache_rows_used", "Rows of texts in flight; the others are free, or kept for texts that begin alike.", ("owner",))
+        in_flight = "Rows of texts in flight; the others are free, or kept for texts that begin alike."
+        self.rows_used = gauge("cache_rows_used", in_flight, ("owner",))
         self.build = gauge("build_info", "Always 1; the labels say what runs.", ("version", "model"))
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = (), **values: Sequence[str]) -> Counter:

@@ -155,7 +155,8 @@ def test_i3_totals_are_the_sums_of_the_answers(real: Real) -> None:
 
 def test_i4_latencies_count_what_they_say(real: Real) -> None:
     """Steps of several tokens must not be taken for single tokens: first tokens are counted once per answer."""
-    names = [f"{name}_{part}" for part in ("count", "sum") for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds")]
+    histograms = ("time_to_first_token_seconds", "e2e_request_latency_seconds")
+    names = [f"{name}_{part}" for part in ("count", "sum") for name in histograms]
 
     def told() -> list[float]:
         return [real.total(name, schedule="chain-medium") for name in names]
