@@ -3,6 +3,8 @@
 # make lint     ruff and mypy
 # make prove    compare speculative with plain decoding on this machine
 # make bench    measure throughput
+# make soak     ten minutes of mixed requests against a real server, everything checked
+# make load     throughput and latency over HTTP, by number of clients
 # make clean    remove the environment and caches; converted models in ~/.cache/graftserve stay
 #
 # The first run creates .venv and needs a package index; later runs install nothing until pyproject.toml,
@@ -18,7 +20,7 @@ ARGS   ?=
 JOBS   ?= 2
 
 .DEFAULT_GOAL := serve
-.PHONY: serve test lint prove bench clean
+.PHONY: serve test lint prove bench soak load clean
 
 serve: $(STAMP)
 	$(BIN)/graftserve serve --port $(PORT) $(ARGS)
@@ -36,6 +38,12 @@ prove: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m bench.decode $(ARGS)
+
+soak: $(STAMP)
+	$(BIN)/python -m bench.soak $(ARGS)
+
+load: $(STAMP)
+	$(BIN)/python -m bench.load $(ARGS)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist
