@@ -234,5 +234,7 @@ def ladder(schedule: Schedule, offered: Mapping[str, Schedule]) -> tuple[str, ..
             break
     distinct: dict[frozenset[str], str] = {}
     for name in below:
+        if set(offered[name].drafters.values()) == own:
+            continue  # the same under another name: where the small drafter is lookup, `small` is `ngram`
         distinct.setdefault(frozenset(offered[name].drafters.values()), name)
     return (schedule.name, *distinct.values())

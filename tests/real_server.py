@@ -68,7 +68,8 @@ class Real:
 
     def idle(self) -> bool:
         """Nothing runs, nothing waits, and every row is free."""
-        return self.engine.num_running == self.engine.num_waiting == self.world.lm.pool.num_used == 0
+        pool = self.world.lm.pool  # rows that are only kept for texts to come are nobody's
+        return self.engine.num_running == self.engine.num_waiting == 0 and pool.num_available == pool.num_rows
 
 
 @dataclass

@@ -203,3 +203,13 @@ def test_bad_ladders_are_refused(rungs: tuple[str, ...]) -> None:
     """Two rungs of one name could not be told apart."""
     with pytest.raises(ValueError, match="rungs"):
         Breaker(rungs)
+
+
+def test_no_rung_is_there_twice_where_the_small_drafter_is_lookup() -> None:
+    """`small` and `ngram` are one then; a ladder with both would refuse to start the server."""
+    offered = build_schedules(small="ngram", medium="medium", budget=8, is_auto=True)
+    for schedule in offered.values():
+        rungs = ladder(schedule, offered)
+        assert len(set(rungs)) == len(rungs) and rungs[0] == schedule.name and rungs[-1] == "ar"
+        kinds = [frozenset(offered[rung].drafters.values()) for rung in rungs]
+        assert len(set(kinds)) == len(kinds), rungs
