@@ -77,8 +77,8 @@ def reference() -> str:
 def _schedules() -> Iterator[str]:
     both = build_schedules(small="small", medium="medium", budget=16, is_auto=True)
     yield "## Schedules that come with the server"
-    yield (
-        "With a small and a medium drafter of their own. Where prices are known they decide how much is drafted and verified\n"
+    yield _filled(
+        "With a small and a medium drafter of their own. Where prices are known they decide how much is drafted and verified "
         "(`auto`), and the policy's budget is the most: 16 nodes on a CPU, 64 on an accelerator."
     )
     rows = [
@@ -86,22 +86,23 @@ def _schedules() -> Iterator[str]:
         for name, one in both.items()
     ]
     yield _table(("name", "who drafts", "policy", "plan", "auto"), rows)
-    for missing, left in (
-        ("Without a medium drafter", build_schedules(small="small", medium=None, budget=16)),
-        ("Without a small drafter of its own, where `small` is `ngram`", build_schedules(small="ngram", medium="medium", budget=16)),
-    ):
-        yield textwrap.fill(f"{missing}, there are: {', '.join(f'`{name}`' for name in left)}.", 128)
-    yield (
+    no_medium = build_schedules(small="small", medium=None, budget=16)
+    no_small = build_schedules(small="ngram", medium="medium", budget=16)
+    yield _filled(f"Without a medium drafter there are {', '.join(f'`{name}`' for name in no_medium)}.")
+    yield _filled(
+        f"Without a small drafter of its own, where `small` is `ngram`, there are {', '.join(f'`{name}`' for name in no_small)}."
+    )
+    yield _filled(
         "The plan of `treegraft` is the setting `plan`. Unset, it is the one above, and "
-        f"`{WITHOUT_PRICES}` where no prices are known\n(`--costs none`, or a number as budget)."
+        f"`{WITHOUT_PRICES}` where no prices are known (`--costs none`, or a number as budget)."
     )
 
 
 def _definitions() -> Iterator[str]:
     yield "## Schedules of your own"
-    yield (
-        "`--define`, or `define` in the settings file (a table, or a JSON object in a string), adds schedules by name. A definition\n"
-        "that would give wrong text is refused at start, with the reason."
+    yield _filled(
+        "`--define`, or `define` in the settings file (a table, or a JSON object in a string), adds schedules by name. "
+        "A definition that would give wrong text is refused at start, with the reason."
     )
     yield _EXAMPLE
     known = ScheduleDefinition.model_fields
@@ -116,24 +117,24 @@ def _definitions() -> Iterator[str]:
 def _letters() -> Iterator[str]:
     assert set(_LETTERS) == set(Action), "a letter without words"
     yield "## Letters of a plan"
-    yield (
-        "One letter per drafting step. A star at the end repeats the letter before it: `M*` asks the medium drafter until the tree\n"
-        "policy has had enough, `SM*` the small one first. Past the end of a plan drafting stops."
+    yield _filled(
+        "One letter per drafting step. A star at the end repeats the letter before it: `M*` asks the medium drafter until the "
+        "tree policy has had enough, `SM*` the small one first. Past the end of a plan drafting stops."
     )
     yield _table(("letter", "who drafts"), [(f"`{action.value}`", words) for action, words in _LETTERS.items()])
 
 
 def _policies() -> Iterator[str]:
     yield "## Tree policies"
-    yield (
-        "Budgets count nodes that are verified per step, the root included. *Trees* says how children come to be, which decides\n"
-        "which rules may verify them."
+    yield _filled(
+        "Budgets count nodes that are verified per step, the root included. *Trees* says how children come to be, which "
+        "decides which rules may verify them."
     )
     for name, kind in POLICY_TYPES.items():
         yield f"### `{name}`"
         sources = ", ".join(_sources(kind))
         text = f"{_summary(kind)} Trees: {_tree_kind(kind).value}.{f' arXiv {sources}.' if sources else ''}"
-        yield textwrap.fill(text, 128, break_long_words=False)
+        yield _filled(text)
         yield _options(kind)
     yield "### Shapes"
     yield "`adaptive_shape` takes two of these, as objects."
@@ -142,9 +143,9 @@ def _policies() -> Iterator[str]:
 
 def _rules() -> Iterator[str]:
     yield "## Decision rules"
-    yield (
-        "*Lossless* rules give the target's own text at temperature 0, and exactly its distribution above it, on the trees named.\n"
-        "Other pairs are refused at start. Lossy rules also need `--allow-lossy true`."
+    yield _filled(
+        "*Lossless* rules give the target's own text at temperature 0, and exactly its distribution above it, on the trees "
+        "named. Other pairs are refused at start. Lossy rules also need `--allow-lossy true`."
     )
     rows = []
     for name, rule in EVERY_VERIFIER.items():
@@ -238,6 +239,11 @@ def _words(kind: type[Any]) -> dict[str, _Words]:
 def _markdown(text: str) -> str:
     """Words of a docstring or comment on one line, code in single backticks."""
     return re.sub(r":\w+:`([^`]*)`", r"`\1`", " ".join(text.split())).replace("``", "`")
+
+
+def _filled(text: str) -> str:
+    """A paragraph."""
+    return textwrap.fill(text, 128, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
