@@ -74,9 +74,10 @@ def commands(text: str) -> Iterator[list[str]]:
     """
     open_lines = ""
     for line in text.splitlines():
-        open_lines += line + "\n"
         if line.endswith("\\"):
+            open_lines += line[:-1]
             continue
+        open_lines += line + "\n"
         try:
             words = shlex.split(open_lines, comments=True)
         except ValueError:  # a quote is open
