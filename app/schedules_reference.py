@@ -89,9 +89,8 @@ def _schedules() -> Iterator[str]:
     no_medium = build_schedules(small="small", medium=None, budget=16)
     no_small = build_schedules(small="ngram", medium="medium", budget=16)
     yield _filled(f"Without a medium drafter there are {', '.join(f'`{name}`' for name in no_medium)}.")
-    yield _filled(
-        f"Without a small drafter of its own, where `small` is `ngram`, there are {', '.join(f'`{name}`' for name in no_small)}."
-    )
+    names = ", ".join(f"`{name}`" for name in no_small)
+    yield _filled(f"Without a small drafter of its own, where `small` is `ngram`, there are {names}.")
     yield _filled(
         "The plan of `treegraft` is the setting `plan`. Unset, it is the one above, and "
         f"`{WITHOUT_PRICES}` where no prices are known (`--costs none`, or a number as budget)."

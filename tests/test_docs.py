@@ -98,7 +98,7 @@ def test_python_runs(page: Path, server: Server, tmp_path: Path, monkeypatch: py
         for block in blocks(page):
             if block.language == "python" and block.is_run:
                 source = "\n" * (block.line - 1) + block.text.replace(ADDRESS, server.url)
-                exec(compile(source, str(page), "exec"), names)  # noqa: S102
+                exec(compile(source, str(page), "exec"), names)
         for value in list(names.values()):
             if hasattr(value, "close") and not isinstance(value, type):
                 stack.callback(value.close)
