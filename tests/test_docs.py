@@ -33,7 +33,7 @@ from tests.engine_world import World
 from tests.http_engine import Server, serve
 from tests.required_tools import required_tool
 
-ADDRESS = "http://127.0.0.1:8000"  # of the server in the examples
+ADDRESSES = ("http://127.0.0.1:8000", "http://HOST:8000")  # of the server in the examples
 SHOWN = {"text", "promql"}  # languages of blocks that are only looked at
 ELSEWHERE = {"cd", "docker", "export", "git", "graftserve-load", "kill", "openssl", "promtool", "sleep", "source", "sqlite3"}
 MOST_NOT_RUN = 8
@@ -97,7 +97,7 @@ def test_python_runs(page: Path, server: Server, tmp_path: Path, monkeypatch: py
     with contextlib.ExitStack() as stack:
         for block in blocks(page):
             if block.language == "python" and block.is_run:
-                source = "\n" * (block.line - 1) + block.text.replace(ADDRESS, server.url)
+                source = "\n" * (block.line - 1) + moved(block.text, server)
                 exec(compile(source, str(page), "exec"), names)
         for value in list(names.values()):
             if hasattr(value, "close") and not isinstance(value, type):
@@ -144,16 +144,22 @@ def test_settings_files_are_read(block: Block, tmp_path: Path) -> None:
 
 def check_curl(words: list[str], block: Block, server: Server) -> None:
     """Run it as it stands but for the address, and compare the status."""
-    assert any(word.startswith(ADDRESS) for word in words), f"an address that no test can replace: {words}"
-    moved = [word.replace(ADDRESS, server.url) for word in words]
-    moved[0] = required_tool("curl", "curl")
-    moved += ["--silent", "--show-error", "--max-time", "20", "--write-out", "\n%{http_code}"]
-    done = subprocess.run(moved, capture_output=True, text=True, check=False)
+    assert any(word.startswith(ADDRESSES) for word in words), f"an address that no test can replace: {words}"
+    line = [required_tool("curl", "curl"), *(moved(word, server) for word in words[1:])]
+    line += ["--silent", "--show-error", "--max-time", "20", "--write-out", "\n%{http_code}"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     body, _, status = done.stdout.rpartition("\n")
     assert int(status) == block.status, f"{block.place}: {status} {body}"
     if "--no-buffer" in words or "-N" in words:
         assert body.startswith("data: ") and body.rstrip().endswith("data: [DONE]"), body
+
+
+def moved(text: str, server: Server) -> str:
+    """With the addresses of examples replaced by the server's."""
+    for address in ADDRESSES:
+        text = text.replace(address, server.url)
+    return text
 
 
 def check_command(words: list[str]) -> None:
@@ -200,7 +206,7 @@ def test_a_wrong_command_line_is_noticed(text: str) -> None:
 
 
 def test_a_wrong_request_is_noticed(server: Server) -> None:
-    (words,) = commands(f"""curl {ADDRESS}/v1/completions -H 'Content-Type: application/json' -d '{{"promt": "x"}}'""")
+    (words,) = commands(f"""curl {ADDRESSES[0]}/v1/completions -H 'Content-Type: application/json' -d '{{"promt": "x"}}'""")
     with pytest.raises(AssertionError, match="promt"):
         check_curl(words, Block(ROOT / "README.md", 1, "sh", ""), server)
 
