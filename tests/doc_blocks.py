@@ -99,11 +99,11 @@ def links(page: Path) -> Iterator[str]:
             yield target.partition("#")[0]
 
 
-def sections(page: Path, level: int) -> dict[str, str]:
+def sections(text: str, level: int) -> dict[str, str]:
     """Text by heading of a level, up to the next heading of that level or above."""
     found: dict[str, str] = {}
     name: str | None = None
-    for line in page.read_text("utf-8").splitlines():
+    for line in text.splitlines():
         heading = re.match(r"^(#+) (.*)$", line)
         if heading is not None and len(heading[1]) <= level:
             name = heading[2] if len(heading[1]) == level else None
