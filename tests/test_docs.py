@@ -146,7 +146,7 @@ def check_curl(words: list[str], block: Block, server: Server) -> None:
     """Run it as it stands but for the address, and compare the status."""
     assert any(word.startswith(ADDRESSES) for word in words), f"an address that no test can replace: {words}"
     line = [required_tool("curl", "curl"), *(moved(word, server) for word in words[1:])]
-    line += ["--silent", "--show-error", "--max-time", "20", "--write-out", "\n%{http_code}"]
+    line += ["--silent", "--show-error", "--max-time", "60", "--write-out", "\n%{http_code}"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     body, _, status = done.stdout.rpartition("\n")
