@@ -54,9 +54,9 @@ class TreeGraft(StartsTrees):
     min_expansion: float = 0.0  # path probability below which a node is not worth a drafter's look at what follows it
     max_nodes: int = 511  # size of the working tree, root included
     rank: Literal["rescored", "before"] = "rescored"  # before: choose the medium's frontier by the scores it found
-    small: str = "small"
-    medium: str = "medium"
-    lookup: str | None = None  # a drafter that costs nothing and takes no step; see the traps
+    small: str = "small"  # names of the drafters; in a definition they follow from its `drafters`
+    medium: str = "medium"  # the one that rescores
+    lookup: str | None = None  # a drafter that costs nothing and takes no step; may help at any time
 
     def __post_init__(self) -> None:
         for name in ("steps", "frontier", "width", "budget", "max_nodes"):

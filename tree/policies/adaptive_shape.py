@@ -79,11 +79,11 @@ class AdaptiveShape(LayerPolicy):
 
     unsure: Shape = Shape(3, 4, 4)  # at confidence 0; also the starting shape that the breaker brings back
     sure: Shape = Shape(7, 1, 8)  # at confidence 1
-    divisor: float = 0.5  # d
+    divisor: float = 0.5  # d: the draft confidence score that counts as certainty
     weight: float = 0.3  # of the newest step in RAR, in (0, 1]
     patience: int = 5  # steps without an accepted token that trip the breaker
     limit: int | None = None  # most verified nodes, root included; None: as many as the shapes have
-    history: ShapeHistory = field(default_factory=ShapeHistory)
+    history: ShapeHistory = field(default_factory=ShapeHistory)  # where a sequence begins; kept by whoever runs it
 
     def __post_init__(self) -> None:
         check_at_least(1, patience=self.patience, limit=1 if self.limit is None else self.limit)

@@ -17,7 +17,7 @@ from tree.policies.layers import LayerGrowth, LayerPolicy, Proposal, check_at_le
 class Chain(LayerPolicy):
     """Draft `length` tokens in a row (gamma in the literature); 0 drafts nothing."""
 
-    length: int = 4
+    length: int = 4  # tokens, each one drafter forward
 
     def __post_init__(self) -> None:
         check_at_least(0, length=self.length)

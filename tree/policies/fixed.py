@@ -37,7 +37,7 @@ node's best four children are accepted with 0.58, 0.22, 0.10 and 0.05. The relea
 class Fixed(LayerPolicy):
     """K nodes in each of D layers."""
 
-    width: int = 10  # K
+    width: int = 10  # K: nodes per layer, and candidates of each
     depth: int = 6  # D: layers, each one drafter forward
     limit: int | None = None  # most verified nodes, root included; None: all ``1 + K * D``
 
@@ -73,7 +73,7 @@ class Fixed(LayerPolicy):
 class Template(LayerPolicy):
     """A tree of given rank paths, parents before children, the more valuable nodes earlier."""
 
-    paths: tuple[RankPath, ...] = DEFAULT_TEMPLATE
+    paths: tuple[RankPath, ...] = DEFAULT_TEMPLATE  # each a list of ranks from the root down; 0 is a node's best child
 
     def __post_init__(self) -> None:
         seen: set[RankPath] = {()}

@@ -118,8 +118,8 @@ class Delayed(SampledPolicy):
     kind: ClassVar[TreeKind] = TreeKind.DELAYED
 
     num_paths: int = 3  # K
-    trunk: int = 2  # L1
-    branch: int = 3  # L2
+    trunk: int = 2  # L1, tokens before the paths part
+    branch: int = 3  # L2, tokens of each path after that
 
     def __post_init__(self) -> None:
         check_at_least(1, num_paths=self.num_paths)
@@ -154,7 +154,7 @@ class Iid(SampledPolicy):
     kind: ClassVar[TreeKind] = TreeKind.IID
 
     num_paths: int = 4  # K
-    length: int = 4
+    length: int = 4  # tokens of a path, each one drafter forward
 
     def __post_init__(self) -> None:
         check_at_least(1, num_paths=self.num_paths)
@@ -210,7 +210,7 @@ class WithoutReplacement(SampledPolicy):
 
     kind: ClassVar[TreeKind] = TreeKind.WITHOUT_REPLACEMENT
 
-    widths: tuple[int, ...] = (3, 2, 1)
+    widths: tuple[int, ...] = (3, 2, 1)  # by depth; each depth is one drafter forward
 
     def __post_init__(self) -> None:
         check_at_least(1, **{f"widths[{depth}]": width for depth, width in enumerate(self.widths)})

@@ -29,7 +29,7 @@ class Talon(LayerPolicy):
     """Budget-driven, confidence-gated growth."""
 
     budget: int = 60  # N, root included
-    first_width: int = 10  # K
+    first_width: int = 10  # K: nodes of the first layer
     mu: float = 0.03  # gate, in (0, 1]; 1 keeps only the best candidate of a layer and exact ties
     depth_cap: int | None = 16  # most layers, i.e. most drafter forwards; None: no cap, as in the paper
     robust_layers: int = 1  # first layers that take the K best without a gate; 1 is the method, 0 gates from the start
