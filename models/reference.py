@@ -9,6 +9,7 @@ served packed are packed here too, or the two models would differ by more than t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,23 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from models.loading import Placement, load_model, prepare
+
+
+class Arrivals(BaseStreamer):
+    """Notes when tokens come: the clock (`time.perf_counter`) and the number of tokens of each block."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[float, int]] = []
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate`: with the prompt, then with each block."""
+        if self._has_prompt:
+            self.blocks.append((time.perf_counter(), value.numel()))
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Called by `generate` in the end."""
 
 
 class PlainModel:
