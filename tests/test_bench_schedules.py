@@ -644,6 +644,7 @@ def test_transformers_takes_part_in_a_process_of_its_own(model_folder: Path, pro
     assert refused.exit_code == 2 and "transformers.plain was true, is false" in refused.stderr, "it is another run"
 
 
+@pytest.mark.slow
 def test_transformers_own_speculation_takes_part(model_folder: Path, prompts: Path, tmp_path: Path) -> None:
     """Beside or without its plain generate, and in fewer passes where its drafts are right; the plots show what there is."""
     plots, log = tmp_path / "plots", tmp_path / "log.jsonl"
