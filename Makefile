@@ -2,7 +2,7 @@
 # make test     run the tests, two at once (JOBS=4; ARGS="-k tree" passes arguments on, for every target that runs something)
 # make lint     ruff and mypy
 # make prove    compare speculative with plain decoding on this machine
-# make bench    measure throughput
+# make bench    measure the speed of every schedule
 # make soak     ten minutes of mixed requests against a real server, everything checked
 # make load     throughput and latency over HTTP, by number of clients
 # make clean    remove the environment and caches; converted models in ~/.cache/graftserve stay
@@ -37,7 +37,7 @@ prove: $(STAMP)
 	$(BIN)/graftserve prove $(ARGS)
 
 bench: $(STAMP)
-	$(BIN)/python -m bench.decode $(ARGS)
+	$(BIN)/graftserve bench schedules $(ARGS)
 
 soak: $(STAMP)
 	$(BIN)/python -m bench.soak $(ARGS)

@@ -41,6 +41,7 @@ class Answer:
     finish_reason: FinishReason
     stats: RequestStats
     trees: tuple[TreeRecord, ...] = ()  # as many as the question asked to keep, newest last
+    num_first: int = 0  # tokens that came first, all at once
 
 
 @contextmanager
@@ -133,4 +134,5 @@ def _joined(deltas: Sequence[Delta]) -> Answer:
         last.finish_reason,
         last.stats,
         tuple(record for record in last.trees if isinstance(record, TreeRecord)),
+        next((len(delta.token_ids) for delta in deltas if delta.token_ids), 0),
     )

@@ -19,7 +19,7 @@ _MARKERS = "osD^vP*X"  # change where the colors begin again
 _GRAY = "#999999"
 _PANEL = (4.8, 4.0)  # inches
 _LEGEND_LINE = 0.22  # inches
-_MOST_PER_LINE = 4
+_PER_PANEL = 2  # names below one panel's width
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,9 @@ def draw(panels: Sequence[Panel], file: Path, title: str = "", columns: int | No
 
     check_file(file)
     num_names = len({curve.name for panel in panels for curve in panel.curves if curve.name})
-    legend_height = _LEGEND_LINE * (-(-num_names // _MOST_PER_LINE) + 1)
     across = columns or len(panels)
+    per_line = _PER_PANEL * across
+    legend_height = _LEGEND_LINE * (-(-num_names // per_line) + 1)
     down = -(-len(panels) // across)
     width, height = _PANEL[0] * across, _PANEL[1] * down + legend_height
     # Text stays text in an SVG, and the same data gives the same file. A "$" in a name is no formula.
@@ -100,8 +101,7 @@ def draw(panels: Sequence[Panel], file: Path, title: str = "", columns: int | No
         if title:
             figure.suptitle(title)
         if shown:
-            per_line = min(len(shown), _MOST_PER_LINE)
             lines, names = list(shown.values()), list(shown)
-            figure.legend(lines, names, loc="outside lower center", ncols=per_line, frameon=False)
+            figure.legend(lines, names, loc="outside lower center", ncols=min(len(shown), per_line), frameon=False)
         kind = file.suffix.removeprefix(".")
         figure.savefig(file, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)

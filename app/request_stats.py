@@ -54,10 +54,13 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
     drafters: dict[str, DrafterCount] = {}
     halts: dict[str, str] = {}
     fallbacks: dict[str, int] = {}
+    declined: dict[str, int] = {}
     for one in stats:
         halts.update(one.halts)
         for name, steps in one.fallbacks.items():
             fallbacks[name] = fallbacks.get(name, 0) + steps
+        for name, times in one.declined.items():
+            declined[name] = declined.get(name, 0) + times
         for name, count in one.drafters.items():
             drafters.setdefault(name, DrafterCount()).add(count)
     experiment, _, arm = stats[0].arm.partition("/")
@@ -81,6 +84,7 @@ def _graft(stats: Sequence[RequestStats], budget: int) -> dict[str, Any]:
             }
             for name, count in drafters.items()
         },
+        "declined": declined,  # drafter -> calls that would not have been worth their price
         "num_grafts": sum(one.num_grafts for one in stats),
         "num_verified_nodes": sum(one.num_verified_nodes for one in stats),
         "num_steps": sum(one.num_steps for one in stats),

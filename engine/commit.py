@@ -138,6 +138,7 @@ def count_step(scored: Scored, verdict: Verdict, block: Block, *, verify_s: floa
         num_accepted_squared=len(accepted) ** 2,
         depths=[1] * max(tree.depth[node] for node in nodes),
         drafter_steps={name: 1 for name, count in drafters.items() if count.drafted},
+        declined=dict(draft.declined),
         halts=tuple(draft.halts),
         draft_s=draft.draft_s,
         tree_s=draft.tree_s,

@@ -125,6 +125,8 @@ class RequestStats:
     verify_s: float = 0.0  # in the target's passes,
     rule_s: float = 0.0  # in deciding what of a tree is accepted,
     other_s: float = 0.0  # and in everything else that the engine did meanwhile
+    prompt_verify_s: float = 0.0  # of `verify_s`, in passes that read the prompt
+    declined: dict[str, int] = field(default_factory=dict)  # drafter -> times asking it would not have been worth its price
 
     @property
     def num_accepted(self) -> int:
@@ -196,6 +198,7 @@ class StepStats:
     num_lossy: int = 0
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     drafter_steps: dict[str, int] = field(default_factory=dict)  # sequences in which this drafter had a node verified
+    declined: dict[str, int] = field(default_factory=dict)  # drafter -> times asking it would not have been worth its price
     halts: tuple[tuple[str, str], ...] = ()  # (drafter, reason) for each drafter that gave a sequence up
     draft_s: float = 0.0
     tree_s: float = 0.0

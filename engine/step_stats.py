@@ -38,8 +38,8 @@ def by_schedule(steps: Iterable[StepStats]) -> list[StepStats]:
         for name in _SUMMED:
             setattr(total, name, getattr(total, name) + getattr(step, name))
         _add_drafters(total.drafters, step.drafters)
-        for drafter, count in step.drafter_steps.items():
-            total.drafter_steps[drafter] = total.drafter_steps.get(drafter, 0) + count
+        _add_counts(total.drafter_steps, step.drafter_steps)
+        _add_counts(total.declined, step.declined)
         add_up(total.depths, step.depths)
         total.token_gaps += step.token_gaps
         total.halts += step.halts
@@ -80,10 +80,18 @@ def add_to_request(stats: RequestStats, step: StepStats) -> None:
     stats.verify_s += step.verify_s
     stats.rule_s += step.rule_s
     stats.other_s += step.other_s
+    if step.num_prompt_tokens:
+        stats.prompt_verify_s += step.verify_s
     _add_drafters(stats.drafters, step.drafters)
+    _add_counts(stats.declined, step.declined)
     if step.num_drafts:
         stats.drafted.append(sum(count.drafted for count in step.drafters.values()))
         stats.accepted.append(sum(count.accepted for count in step.drafters.values()))
+
+
+def _add_counts(totals: dict[str, int], counts: dict[str, int]) -> None:
+    for name, count in counts.items():
+        totals[name] = totals.get(name, 0) + count
 
 
 def _add_drafters(totals: dict[str, DrafterCount], counts: dict[str, DrafterCount]) -> None:

@@ -9,14 +9,33 @@ served packed are packed here too, or the two models would differ by more than t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from models.loading import Placement, load_model, prepare
+
+
+class Arrivals(BaseStreamer):
+    """Notes when tokens come: the clock (`time.perf_counter`) and the number of tokens of each block."""
+
+    def __init__(self) -> None:
+        self.blocks: list[tuple[float, int]] = []
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Called by `generate`: with the prompt, then with each block."""
+        if self._has_prompt:
+            self.blocks.append((time.perf_counter(), value.numel()))
+        self._has_prompt = True
+
+    def end(self) -> None:
+        """Called by `generate` in the end."""
 
 
 class PlainModel:
@@ -38,9 +57,29 @@ class PlainModel:
         is_packed = placement.device.type == "cpu" and placement.weights == "fp16"
         return cls(prepare(model, placement) if is_packed else model, num_tokens=num_tokens)
 
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its output layer, padding included."""
+        return self._vocab_size
+
     @torch.inference_mode()
-    def generate(self, prompt: Sequence[int], *, max_tokens: int, stop_tokens: Set[int] = frozenset()) -> list[int]:
-        """Greedy continuation by transformers' `generate`, the end token included; at least one token, at most `max_tokens`."""
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        stop_tokens: Set[int] = frozenset(),
+        lookup: int | None = None,
+        assistant: PlainModel | None = None,
+        streamer: BaseStreamer | None = None,
+    ) -> list[int]:
+        """Greedy continuation by transformers' `generate`, the end token included; at least one token, at most `max_tokens`.
+
+        Args:
+            lookup: speculate with so many tokens copied from the text (`prompt_lookup_num_tokens`).
+            assistant: speculate with a model of the same vocabulary (assisted generation).
+            streamer: is given the prompt, then the tokens as they come.
+        """
         ids = torch.tensor([list(prompt)], device=self.device)
         padding = list(range(self._num_tokens, self._vocab_size))
         output = self.model.generate(
@@ -52,7 +91,10 @@ class PlainModel:
                 eos_token_id=sorted(stop_tokens) or None,
                 pad_token_id=0,
                 suppress_tokens=padding or None,
+                prompt_lookup_num_tokens=lookup,
             ),
+            assistant_model=None if assistant is None else assistant.model,
+            streamer=streamer,
         )
         return [int(token) for token in output[0, len(prompt) :]]
 

@@ -226,6 +226,7 @@ class ScriptedEngine:
             num_grafts=int(drafts),
             drafters=new if drafts else {},
             drafter_steps={"ngram": 1, "small": 1} if drafts else {},
+            declined={"small": 1} if drafts else {},
             halts=(("small", "context"),) if drafts and stats.num_steps == 0 else (),
             draft_s=0.001 * drafts,
             verify_s=0.002,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 from transformers import PreTrainedModel
 
 from engine.admission import check_rules
-from engine.request import RequestError
+from engine.request import FinishReason, RequestError, RequestStats, StepStats
+from engine.step_stats import by_schedule
 from scheduler.auto_budget import TARGET, AutoBudget
 from scheduler.cost import CostProfile, LatencyModel, Origin
 from scheduler.drift import DriftRule, LiveCosts
@@ -68,6 +70,43 @@ def test_what_cannot_pay_is_not_done(tiny_model: TinyModel) -> None:
     with world(tiny_model, FREE) as running:
         stats = running.run([1, 2, 3, 1, 2, 3, 1], "chain-medium", max_tokens=12).stats
         assert stats.num_steps < 12 and stats.drafters["medium"].accepted > 0
+
+
+def test_calls_that_were_declined_are_counted_per_drafter(tiny_model: TinyModel) -> None:
+    """A report of few calls must tell a plan that wanted none from prices that forbade them; so must the observers' sums."""
+    seen: list[StepStats] = []
+
+    class Sums:
+        def on_step(self, stats: Sequence[StepStats]) -> None:
+            seen.extend(stats)
+
+        def on_finish(self, stats: RequestStats, reason: FinishReason) -> None:
+            pass
+
+    dear = world(tiny_model, DEAR)
+    dear.engine.subscribe(Sums())
+    with dear as running:
+        # The first token comes with the prompt, and before the last one there is no room for a draft.
+        assert running.run([1, 2, 3], "chain-medium", max_tokens=12).stats.declined == {"medium": 10}
+        both = running.run([1, 2, 3], "treegraft", max_tokens=12).stats.declined
+        assert running.run([1, 2, 3], "chain-medium", max_tokens=12, budget=4).stats.declined == {}, "a number is no price"
+        assert running.run([1, 2, 3], "ar", max_tokens=12).stats.declined == {}
+    assert set(both) == {"small", "medium"} and all(both.values())
+    sums = Counter[tuple[str, str]]()
+    for step in by_schedule(seen):
+        sums.update({(step.schedule, name): times for name, times in step.declined.items()})
+    assert sums == {("chain-medium", "medium"): 10, **{("treegraft", name): times for name, times in both.items()}}
+    with world(tiny_model, FREE) as running:
+        assert running.run([1, 2, 3], "chain-medium", max_tokens=4).stats.declined == {}
+
+
+def test_the_passes_that_read_the_prompt_are_told_apart(tiny_model: TinyModel) -> None:
+    """Else a long prompt would look like dear verification."""
+    with world(tiny_model, None) as running:
+        stats = running.run(list(range(40)), "chain-medium", max_tokens=12).stats
+        assert 0 < stats.prompt_verify_s < stats.verify_s
+        only = running.run([1, 2, 3], "chain-medium", max_tokens=1).stats
+        assert only.prompt_verify_s == only.verify_s > 0
 
 
 def test_a_number_holds_whatever_it_costs(tiny_model: TinyModel) -> None:

@@ -188,6 +188,7 @@ def test_answer_metrics_satisfy_their_identities(server: Server) -> None:
     assert graft["num_verified_nodes"] == 20
     assert (graft["num_steps"], graft["num_grafts"], graft["trimmed"]) == (4, 4, 2)
     assert (graft["draft_ms"], graft["verify_ms"], graft["halts"]) == (4.0, 8.0, {})
+    assert graft["declined"] == {"small": 4}
 
 
 def test_answer_metrics_without_drafting_have_no_undefined_numbers(server: Server) -> None:

@@ -1,5 +1,5 @@
 """``graftserve bench``: measurements of the models as configured. ``bench drafters``: how good and how dear
-the drafters are; ``bench verifiers``: what trees and rules make of them.
+the drafters are; ``bench schedules``: how fast whole answers are; ``bench verifiers``: what trees and rules make of them.
 
 Exit status: 0, 1 for our own failures, 2 for what the user can mend.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from app.commands.bench_schedules import schedules
 from app.commands.bench_verifiers import verifiers
 from app.commands.options import describe, fail, takes_settings
 from app.commands.outputs import check_outputs
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 bench = typer.Typer(help="Measure the models as configured, on this machine.", no_args_is_help=True)
 
 
+bench.command("schedules")(takes_settings(schedules))
 bench.command("verifiers")(takes_settings(verifiers))
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from app.decode_bench.turns import Pace, Work
 from app.proof import Outcome
-from bench.turns import Work
 from engine.request import DrafterCount, RequestStats
 
 
@@ -111,7 +111,7 @@ def _work(entry: Mapping[str, Any]) -> Work:
         RequestStats(**{**item, "drafters": {name: DrafterCount(**count) for name, count in item["drafters"].items()}})
         for item in entry["stats"]
     )
-    return Work(entry["seconds"], outcomes, stats)
+    return Work(entry["seconds"], outcomes, tuple(Pace(**pace) for pace in entry["paces"]), stats)
 
 
 def _differing(then: Any, now: Any, path: str = "") -> Iterable[str]:

@@ -5,11 +5,12 @@ not. So the model that we are compared with lives in a child process, which comp
 like every other method.
 
 Parent and child exchange JSON objects, one per line: first what to load, answered by ``{"ready": true}``, then
-``{"prompt": [ids], "max_tokens": n}``, answered by ``{"token_ids": [ids], "seconds": s}``. Instead of an answer the child may
-say ``{"error": "..."}`` and end. It ends when its input does, so it does not outlive a parent that was killed.
+``{"prompt": [ids], "max_tokens": n, "lookup": k or null, "assisted": bool}``, answered by the fields of `Written`. Instead of
+an answer the child may say ``{"error": "..."}`` and end. It ends when its input does, so it does not outlive a parent that was
+killed.
 
     with PlainProcess.start(target, "cpu", threads=2, num_tokens=49152, stop_tokens={2}) as plain:
-        token_ids, seconds = plain.generate(prompt, max_tokens=128)
+        token_ids, seconds = plain.generate(prompt, max_tokens=128)[:2]
 """
 
 from __future__ import annotations
@@ -24,9 +25,22 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
-ROOT = Path(__file__).resolve().parent.parent
+if TYPE_CHECKING:
+    from models.reference import Arrivals
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Written(NamedTuple):
+    """One answer, and how it came."""
+
+    token_ids: list[int]  # the end token included
+    seconds: float  # in there, without the way through the pipes
+    first_s: float  # of these, until the first block of tokens was there
+    num_first: int  # tokens of that block
+    num_blocks: int
 
 
 class PlainProcessFailed(RuntimeError):
@@ -55,27 +69,41 @@ class PlainProcess:
             raise
 
     @classmethod
-    def start(cls, target: str, device: str, *, threads: int, num_tokens: int, stop_tokens: Iterable[int]) -> PlainProcess:
-        """A child with `target`, a folder or hub id, in float32 on `device`; token ids from `num_tokens` on are padding."""
-        source = str(Path(target).resolve()) if Path(target).exists() else target
+    def start(
+        cls,
+        target: str,
+        device: str,
+        *,
+        threads: int,
+        num_tokens: int,
+        stop_tokens: Iterable[int],
+        assistant: str | None = None,
+    ) -> PlainProcess:
+        """A child with `target`, a folder or hub id, in float32 on `device`; token ids from `num_tokens` on are padding.
+
+        `assistant` is loaded likewise, for assisted generation; it must have the target's vocabulary.
+        """
         load = {
-            "target": source,
+            "target": _place(target),
+            "assistant": assistant and _place(assistant),
             "device": device,
             "threads": threads,
             "num_tokens": num_tokens,
             "stop_tokens": sorted(stop_tokens),
         }
-        return cls([sys.executable, "-m", "bench.plain_process"], load)
+        return cls([sys.executable, "-m", "app.decode_bench.plain_process"], load)
 
     @property
     def pid(self) -> int:
         """Of the child process."""
         return self._process.pid
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-        """The greedy continuation, the end token included, and the seconds it took in there. Raises PlainProcessFailed."""
-        answer = self._ask({"prompt": list(prompt), "max_tokens": max_tokens})
-        return answer["token_ids"], answer["seconds"]
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, *, lookup: int | None = None, assisted: bool = False
+    ) -> Written:
+        """The greedy continuation; with prompt lookup of `lookup` tokens, or by the assistant. Raises PlainProcessFailed."""
+        asked = {"prompt": list(prompt), "max_tokens": max_tokens, "lookup": lookup, "assisted": assisted}
+        return Written(**self._ask(asked))
 
     def close(self) -> None:
         """End the child at once. Safe to call twice."""
@@ -123,10 +151,24 @@ class PlainProcess:
         return f"{how}: {last}" if last else how
 
 
+def _place(source: str) -> str:
+    """As the child will find it from its own folder."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
+
+
 class Plain(Protocol):
     """What the child asks; see :class:`models.reference.PlainModel`."""
 
-    def generate(self, prompt: Sequence[int], *, max_tokens: int, stop_tokens: frozenset[int]) -> list[int]: ...
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        stop_tokens: frozenset[int],
+        lookup: int | None,
+        assistant: Any,
+        streamer: Arrivals,
+    ) -> list[int]: ...
 
 
 def serve(questions: Iterable[str], answers: IO[str]) -> None:
@@ -138,14 +180,25 @@ def serve(questions: Iterable[str], answers: IO[str]) -> None:
 
     lines = iter(questions)
     try:
+        from models.reference import Arrivals
+
         load = json.loads(next(lines))
-        model, stop_tokens = _load(load), frozenset(load["stop_tokens"])
+        (model, assistant), stop_tokens = _load(load), frozenset(load["stop_tokens"])
         say({"ready": True})
         for line in lines:
-            asked = json.loads(line)
+            asked, arrivals = json.loads(line), Arrivals()
             start = time.perf_counter()
-            ids = model.generate(asked["prompt"], max_tokens=asked["max_tokens"], stop_tokens=stop_tokens)
-            say({"token_ids": ids, "seconds": time.perf_counter() - start})
+            ids = model.generate(
+                asked["prompt"],
+                max_tokens=asked["max_tokens"],
+                stop_tokens=stop_tokens,
+                lookup=asked["lookup"],
+                assistant=assistant if asked["assisted"] else None,
+                streamer=arrivals,
+            )
+            seconds = time.perf_counter() - start
+            first, num_first = arrivals.blocks[0]
+            say(Written(ids, seconds, first - start, num_first, len(arrivals.blocks))._asdict())
     except BrokenPipeError:  # the parent is gone
         raise
     except Exception as error:  # whatever it is, the parent should hear of it
@@ -153,7 +206,8 @@ def serve(questions: Iterable[str], answers: IO[str]) -> None:
         raise SystemExit(1) from error
 
 
-def _load(load: dict[str, Any]) -> Plain:
+def _load(load: dict[str, Any]) -> tuple[Plain, Plain | None]:
+    """The model and its assistant. Raises ValueError for one of another vocabulary, besides what loading raises."""
     import torch
     from transformers.utils.logging import disable_progress_bar
 
@@ -162,7 +216,17 @@ def _load(load: dict[str, Any]) -> Plain:
 
     disable_progress_bar()
     torch.set_num_threads(load["threads"])
-    return PlainModel.load(load["target"], choose_placement(load["device"], "fp32"), num_tokens=load["num_tokens"])
+    placement = choose_placement(load["device"], "fp32")
+    model = PlainModel.load(load["target"], placement, num_tokens=load["num_tokens"])
+    if load["assistant"] is None:
+        return model, None
+    assistant = PlainModel.load(load["assistant"], placement, num_tokens=load["num_tokens"])
+    if assistant.vocab_size != model.vocab_size:
+        raise ValueError(
+            f"the assistant {load['assistant']} has {assistant.vocab_size} output rows, the target {model.vocab_size}; "
+            "it needs the target's tokenizer"
+        )
+    return model, assistant
 
 
 def main() -> None:

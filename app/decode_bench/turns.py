@@ -16,7 +16,16 @@ from app.commands.serve import say
 from app.local import Question
 from app.measure import Spread
 from app.proof import Difference, Judge, Outcome
-from engine.request import DrafterCount, RequestStats
+from engine.request import RequestStats
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How one answer came: its first tokens when the prompt was read, then block by block."""
+
+    first_s: float  # seconds until the first block was there
+    num_first: int  # tokens of that block
+    num_blocks: int  # passes of the target that emitted tokens, the first block's included
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +34,7 @@ class Work:
 
     seconds: float  # of the whole group, reading the prompts included
     outcomes: tuple[Outcome, ...]  # in the order of the prompts
+    paces: tuple[Pace, ...]  # likewise
     stats: tuple[RequestStats, ...] = ()  # likewise; none from a method that counts nothing
 
     @property
@@ -34,12 +44,21 @@ class Work:
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
+        """Tokens per second, from the question to the last token."""
         return self.num_tokens / self.seconds
+
+    @property
+    def decoding_speed(self) -> float | None:
+        """Tokens per second once the prompt is read; None for a group of several prompts, or an answer of one block."""
+        if len(self.paces) != 1 or self.paces[0].num_blocks < 2:
+            return None
+        (pace,) = self.paces
+        seconds = self.seconds - pace.first_s
+        return (self.num_tokens - pace.num_first) / seconds if seconds > 0 else None
 
 
 class Log(Protocol):
-    """What was measured before, and where new measurements go; see :class:`bench.run_log.RunLog`."""
+    """What was measured before, and where new measurements go; see :class:`app.decode_bench.run_log.RunLog`."""
 
     def group(self, repeat: int, group: int, methods: Sequence[str], /) -> list[Work] | None: ...
     def append(self, repeat: int, group: int, method: str, work: Work, /) -> None: ...
@@ -72,33 +91,36 @@ class Method:
 
     def stats(self, groups: Sequence[int] | None = None) -> list[RequestStats]:
         """Counts of all answers to `groups` (None: all), over all repeats."""
-        return [
-            stats
-            for works in self.works
-            for group, work in works.items()
-            if groups is None or group in groups
-            for stats in work.stats
-        ]
+        return [stats for work in self.chosen(groups) for stats in work.stats]
+
+    def chosen(self, groups: Sequence[int] | None = None) -> list[Work]:
+        """Its work on `groups` (None: all), over all repeats."""
+        return [work for works in self.works for group, work in works.items() if groups is None or group in groups]
 
     def total(self, name: str) -> float:
         """Sum of a count over all answers."""
         return float(sum(getattr(stats, name) for stats in self.stats()))
 
-    def drafters(self) -> dict[str, DrafterCount]:
-        """Counts by drafter over all answers."""
-        totals: dict[str, DrafterCount] = {}
-        for stats in self.stats():
-            for name, count in stats.drafters.items():
-                totals.setdefault(name, DrafterCount()).add(count)
-        return totals
+
+def num_answers(methods: Sequence[Method], num_questions: int, *, concurrency: int, repeats: int) -> int:
+    """Groups that the methods answer in all, warm-up left out."""
+    groups = range(-(-num_questions // concurrency))
+    return repeats * sum(method.takes(group) for method in methods for group in groups)
 
 
 def measure(
-    methods: Sequence[Method], questions: Sequence[Question], *, concurrency: int, repeats: int, log: Log | None = None
+    methods: Sequence[Method],
+    questions: Sequence[Question],
+    *,
+    concurrency: int,
+    repeats: int,
+    log: Log | None = None,
+    told: Callable[[str], None] = lambda method: None,
 ) -> None:
     """Let the methods take turns over all questions, `repeats` times, after one group of warm-up; who begins changes.
 
     What `log` holds is taken from there. A group is taken whole or asked anew: what is compared was measured together.
+    `told` hears the name of a method for every group it has answered, warm-up left out.
     """
     groups = [questions[i : i + concurrency] for i in range(0, len(questions), concurrency)]
     is_warm = False
@@ -111,6 +133,7 @@ def measure(
             if known is not None:
                 for method, work in zip(asked, known, strict=True):
                     method.works[repeat][number] = work
+                    told(method.name)
                 continue
             if not is_warm:
                 for method in methods:
@@ -122,17 +145,25 @@ def measure(
                 work = method.works[repeat][number] = method.answer(group)
                 if log is not None:
                     log.append(repeat, number, method.name, work)
+                told(method.name)
         say(f"repeat {repeat + 1} of {repeats} done")
 
 
-def ratios(method: Method, base: Method) -> dict[int, float]:
-    """Tokens per second of `method` relative to `base`, by group: the median over the repeats of the ratio within one.
+def ratios(
+    method: Method, base: Method, speed: Callable[[Work], float | None] = lambda work: work.speed
+) -> dict[int, float]:
+    """Speed of `method` relative to `base`, by group: the median over the repeats of the ratio within one.
 
-    Of the groups that both were asked.
+    Of the groups that both were asked and that have a speed in every repeat.
     """
-    common = [group for group in method.works[0] if group in base.works[0]]
-    pairs = list(zip(method.works, base.works, strict=True))
-    return {group: statistics.median(ours[group].speed / its[group].speed for ours, its in pairs) for group in common}
+    found: dict[int, float] = {}
+    repeats = list(zip(method.works, base.works, strict=True))
+    for group in (group for group in method.works[0] if group in base.works[0]):
+        pairs = [(speed(ours[group]), speed(its[group])) for ours, its in repeats]
+        samples = [mine / others for mine, others in pairs if mine and others]
+        if len(samples) == len(pairs):
+            found[group] = statistics.median(samples)
+    return found
 
 
 def deciles(samples: Sequence[float]) -> Spread:
