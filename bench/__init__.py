@@ -1,1 +1,1 @@
-"""Measurements, run from the repository's root: ``python -m bench.forward``, ``python -m bench.decode``, ``python -m bench.load``. Not in the wheel."""
+"""Measurements, run from the repository's root: ``python -m bench.forward``, ``python -m bench.load``. Not in the wheel."""
