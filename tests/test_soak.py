@@ -159,7 +159,7 @@ def test_requests_that_are_left_and_errors_are_read_from_the_metrics() -> None:
     [
         ({}, None),  # no gauge
         ({"cache_rows": 500.0, "cache_rows_used": 0.0}, 0),
-        ({"cache_rows_used": 7.0, "cache_rows_used{owner=target}": 7.0}, 7),
+        ({"cache_rows_used": 7.0, "cache_rows_used{owner=target}": 7.0, "prefix_cache_hits_total": 5.0}, 7),
         ({"kv_rows_used": 90.0, "prefix_cache_rows": 90.0, "prefix_cache_hits_total": 5.0}, 0),
         ({"kv_rows_used": 93.0, "kv_rows_cached": 90.0, "prefix_cache_hits_total": 5.0}, 3),
         ({"kv_rows_used": 93.0, "prefix_cache_hits_total": 5.0}, None),  # kept or lost? nobody says
