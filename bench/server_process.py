@@ -68,7 +68,8 @@ class ServerProcess:
             for name, value in settings
             if isinstance(value, SecretStr)  # on the command line everybody on the machine could read it
         }
-        return cls(command, {**os.environ, **secrets})
+        inherited = {name: value for name, value in os.environ.items() if name != f"{ENV_PREFIX}API_KEYS"}
+        return cls(command, {**inherited, **secrets})
 
     @property
     def pid(self) -> int:

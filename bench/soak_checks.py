@@ -99,7 +99,8 @@ def rows_held(series: Series) -> float | None:
     """Rows of key-value pools in use beyond those that a cache of prefixes keeps; None if the server does not say.
 
     ``cache_rows_used`` counts texts in flight only. Of other gauges, ``…rows_used`` or ``…rows_in_use`` are rows in use, and
-    those with rows, and *prefix* or *cached*, in their names are kept ones; where prefixes are cached and no gauge says how many rows they have, nothing can be said.
+    those with rows, and *prefix* or *cached*, in their names are kept ones; where prefixes are cached and no gauge
+    says how many rows they have, nothing can be said.
     """
     gauges = {name: value for name, value in series.items() if "{" not in name and "rows" in name}
     if "cache_rows_used" in gauges:
