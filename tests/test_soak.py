@@ -360,7 +360,7 @@ def test_a_toy_server_endures(tmp_path: Path) -> None:
     toy.tiny_causal_lm("llama", len(tokenizer), 3, max_positions=2000).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     # Memory cannot be judged in half a minute; see docs/load.md.
-    options = ["--target", str(tmp_path), "--threads", "1", "--minutes", "0.4", "--growth-limit", "2000"]
+    options = ["--target", str(tmp_path), "--threads", "1", "--minutes", "0.3", "--growth-limit", "2000"]
     done = subprocess.run([sys.executable, "-m", "bench.soak", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     record = json.loads(done.stdout.splitlines()[-1])
