@@ -128,7 +128,7 @@ async def _measure(
         bodies = [body_of(prompt, options, index, has_chat=probe.status_code == 200) for index, prompt in enumerate(asked)]
         for name in names:
             await round_of(client, name, bodies[:WARM_UP], 1)
-        cells = []
+        cells: list[Cell] = []
         for level in levels:
             here = {name: Cell(level, name) for name in names}
             for repeat in range(repeats):

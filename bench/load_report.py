@@ -71,9 +71,9 @@ class Cell:
     def per_token_ms(self) -> list[float]:
         """Of each answer with more than one token."""
         return [
-            (reply.last_s - reply.first_s) * 1e3 / (reply.num_tokens - 1)
+            (reply.last_s - reply.first_s) * 1e3 / (num_tokens - 1)
             for reply in self.answers
-            if reply.last_s is not None and reply.first_s is not None and (reply.num_tokens or 0) > 1
+            if reply.last_s is not None and reply.first_s is not None and (num_tokens := reply.num_tokens or 0) > 1
         ]
 
     def whole_ms(self) -> list[float]:
@@ -93,7 +93,7 @@ def percentile(samples: Sequence[float], percent: float) -> float | None:
 def table(cells: Sequence[Cell]) -> tuple[Sequence[str], list[Sequence[str]]]:
     """Titles and rows."""
     titles = ("clients, schedule", "tokens/s", "TTFT", "TPOT", "end to end", "answers", "refused", "failed")
-    rows = []
+    rows: list[Sequence[str]] = []
     for cell in cells:
         speed = str(spread(cell.speeds())) if cell.rounds else "-"
         times = [_pair(samples) for samples in cell.latencies().values()]

