@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-import engine.engine
+import engine.decide
 from engine.adjust import without_ends
 from engine.noise import TargetNoise
 from engine.request import FinishReason, RequestError
@@ -95,7 +95,7 @@ def test_one_depth_for_all_nodes_would_be_noticed(
         depths = [0] * len(depths) if wrong == "whole tree" else [0, *[required] * (len(depths) - 1)]
         return without_ends(logits, ends, depths, required)
 
-    monkeypatch.setattr(engine.engine, "without_ends", judge)
+    monkeypatch.setattr(engine.decide, "without_ends", judge)
     target = tiny_model("llama", VOCAB, 1)
     differs = 0
     with World(target, medium=target, stop_tokens=ENDS) as world:

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import chi2
 from transformers import PreTrainedModel
 
-import engine.engine
+import engine.decide
 import engine.sequence
 from engine.adjust import Tally, adjusted
 from engine.noise import TargetNoise
@@ -114,7 +114,7 @@ def test_one_history_for_all_nodes_would_be_noticed(
     tiny_model: TinyModel, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: with the root's history at every node the same comparison fails."""
-    monkeypatch.setattr(engine.engine, "adjusted", _with_the_roots_history)
+    monkeypatch.setattr(engine.decide, "adjusted", _with_the_roots_history)
     target = tiny_model("llama", VOCAB, 1)
     differs = 0
     with World(target, medium=target) as world:
@@ -144,7 +144,7 @@ def test_ratio_rules_on_sampled_trees_keep_the_penalized_law(
             for token, q in enumerate(_row(target, prompt, list(text), SamplingParams(**penalties)).tolist())
         }
     if history == "root":
-        monkeypatch.setattr(engine.engine, "adjusted", _with_the_roots_history)
+        monkeypatch.setattr(engine.decide, "adjusted", _with_the_roots_history)
     drawn = Schedule(
         "drawn", "test", Iid(2, 2), Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, sampling_verifier="traversal"
     )
@@ -177,7 +177,7 @@ def test_requests_without_penalties_pay_nothing(tiny_model: TinyModel, monkeypat
     def never(*_: object) -> None:
         raise AssertionError("adjusted for nothing")
 
-    monkeypatch.setattr(engine.engine, "adjusted", never)
+    monkeypatch.setattr(engine.decide, "adjusted", never)
     monkeypatch.setattr(engine.sequence.Sequence, "tallied", never)
     target = tiny_model("llama", VOCAB, 1)
     with World(target, medium=target) as world:

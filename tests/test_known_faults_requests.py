@@ -101,7 +101,8 @@ def test_f5_several_answers_to_one_prompt(real: Real, speculative: dict[str, Any
     whole = real.ask("abc", **asked)
     assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2, 3]
     assert len({choice["text"] for choice in whole["choices"]}) == 4
-    assert whole["usage"] == {"prompt_tokens": 3, "completion_tokens": 48, "total_tokens": 51}
+    bill = {"prompt_tokens": 3, "completion_tokens": 48, "total_tokens": 51}
+    assert bill.items() <= whole["usage"].items()
     streamed: dict[int, str] = {}
     ends = []
     for event in real.events("abc", **asked):

@@ -137,7 +137,8 @@ def test_e6_the_usage_chunk_comes_once_and_only_when_asked_for(real: Real) -> No
     asked = real.events("abc", max_tokens=9, n=2, stream_options={"include_usage": True})
     assert [event["choices"] == [] for event in asked] == [False] * (len(asked) - 1) + [True]
     assert all(event["usage"] is None for event in asked[:-1])
-    assert asked[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 18, "total_tokens": 21}
+    bill = {"prompt_tokens": 3, "completion_tokens": 18, "total_tokens": 21}
+    assert bill.items() <= asked[-1]["usage"].items()
     refused = real.complete(stream_options={"include_usage": True})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options")
 
