@@ -122,6 +122,17 @@ async def _become_ready(
         engine.subscribe(pace)
         trials = _take_up_experiments(store, engine, settings, metrics)
         store = None  # the experiments' to close
+        serving = Serving(
+            engine,
+            loaded.tokenizer,
+            metrics,
+            model=settings.served_model_name or engine.model_id,
+            created=int(time.time()),
+            experiments=trials,
+            pace=pace,
+            request_timeout_s=settings.request_timeout_s,
+            spans=spans,
+        )
         engine.start()
     except Exception as error:
         app.state.failure = error
@@ -134,19 +145,8 @@ async def _become_ready(
     finally:
         if store is not None:
             store.close()
-    name = settings.served_model_name or engine.model_id
-    app.state.serving = Serving(
-        engine,
-        loaded.tokenizer,
-        metrics,
-        model=name,
-        created=int(time.time()),
-        experiments=trials,
-        pace=pace,
-        request_timeout_s=settings.request_timeout_s,
-        spans=spans,
-    )
-    _log.info("serving %s", name)
+    app.state.serving = serving
+    _log.info("serving %s", serving.model)
 
 
 def _take_up_experiments(store: Store, engine: Engine, settings: Settings, metrics: Metrics) -> Experiments:
