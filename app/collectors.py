@@ -232,6 +232,19 @@ class Collectors:
         self.rows = gauge("cache_rows", "Rows of a model's key-value cache, one per token.", ("owner",))
         in_flight = "Rows of texts in flight; the others are free, or kept for texts that begin alike."
         self.rows_used = gauge("cache_rows_used", in_flight, ("owner",))
+        self.price_drift = gauge(
+            "price_drift", "Measured over predicted milliseconds of a model's forwards, lately; 1 is as calibrated.", ("model",)
+        )
+        self.speedup = gauge(
+            "speedup_estimate", "Tokens per millisecond over what plain decoding would make, lately.", ("schedule",)
+        )
+        self.rung = gauge(
+            "breaker_rung", "Steps that a schedule is down its ladder; 0: it decodes as asked.", ("schedule",)
+        )
+        self.tuned_speed = gauge(
+            "talon_tuning_speedup", "Mean speed-up over plain decoding that TALON had with these values.", ("budget", "mu")
+        )
+        self.tuned_plays = gauge("talon_tuning_plays", "Blocks of steps that TALON used these values for.", ("budget", "mu"))
         self.build = gauge("build_info", "Always 1; the labels say what runs.", ("version", "model"))
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = (), **values: Sequence[str]) -> Counter:

@@ -14,6 +14,7 @@ exists from the first scrape on, at zero. docs/metrics.md lists them all.
 from __future__ import annotations
 
 import logging
+import math
 from functools import partial
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -22,6 +23,7 @@ from app.bridge import Engine
 from app.collectors import HALT_REASONS, SKIP_REASONS, Collectors, bounded, position
 from app.version import version
 from engine.request import DrafterCount, FinishReason, RequestStats, StepStats
+from engine.steering import PriceState
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _log = logging.getLogger(__name__)
@@ -45,7 +47,23 @@ class Metrics:
         for owner, (_, total) in engine.row_use.items():
             self.collectors.rows.labels(owner).set(total)
             self.collectors.rows_used.labels(owner).set_function(partial(_rows_used, engine, owner))
+        self._follow_prices(engine)
         self.collectors.build.labels(version(), engine.model_id).set(1)
+
+    def _follow_prices(self, engine: Engine) -> None:
+        state = engine.price_state()
+        if state is None:
+            return
+        of = self.collectors
+        for model in state.drift:
+            of.price_drift.labels(model).set_function(partial(_drift, engine, model))
+        for name in state.rung:
+            of.speedup.labels(name).set_function(partial(_speedup, engine, name))
+            of.rung.labels(name).set_function(partial(_rung, engine, name))
+        for index, tuned in enumerate(state.tuned):
+            values = (str(tuned.arm.budget), f"{tuned.arm.mu:g}")
+            of.tuned_plays.labels(*values).set_function(partial(_plays, engine, index))
+            of.tuned_speed.labels(*values).set_function(partial(_tuned_speed, engine, index))
 
     def expect_arm(self, engine: Engine, schedule: str, arm: str) -> None:
         """Create every series of an arm that uses `schedule` at zero. Never raises: counting must not fail an experiment."""
@@ -138,6 +156,33 @@ class Metrics:
             of.accepted_per_position.labels(*labels, position(place)).inc(count)
         for reason, count in counts.skips.items():
             of.skips.labels(*labels, bounded(reason, SKIP_REASONS)).inc(count)
+
+
+def _prices(engine: Engine) -> PriceState:
+    state = engine.price_state()
+    assert state is not None, "prices are there from the start or never"
+    return state
+
+
+def _drift(engine: Engine, model: str) -> float:
+    return _prices(engine).drift[model]
+
+
+def _speedup(engine: Engine, schedule: str) -> float:
+    return _prices(engine).speedup[schedule]
+
+
+def _rung(engine: Engine, schedule: str) -> float:
+    return _prices(engine).rung[schedule]
+
+
+def _plays(engine: Engine, index: int) -> float:
+    return _prices(engine).tuned[index].plays
+
+
+def _tuned_speed(engine: Engine, index: int) -> float:
+    speed = _prices(engine).tuned[index].speed
+    return math.nan if speed is None else speed
 
 
 def _rows_used(engine: Engine, owner: str) -> float:

@@ -20,7 +20,9 @@ _LABELS = {
     "to": "the schedule that was used instead",
     "owner": "whose cache: `target`, or a drafter",
     "version": "of graftserve",
-    "model": "the target",
+    "model": "the target by name; in `price_drift`: `target`, or a drafter",
+    "budget": "nodes verified per step, root included",
+    "mu": "TALON's gate",
 }
 
 _STEPS = "sum(rate(spec_decode_num_steps_total[5m]))"

@@ -40,7 +40,7 @@ from engine.request import (
 from engine.score import Scored
 from engine.sequence import Sequence, open_sequence
 from engine.size import begin_step, choose_nodes
-from engine.steering import Steering
+from engine.steering import PriceState, Steering
 from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
 from engine.trace import traced
@@ -165,6 +165,12 @@ class Engine:
         pools = {"target": self.target.pool}
         pools |= {name: drafter.lm.pool for name, drafter in self._drafters.items() if isinstance(drafter, KeepsRows)}
         return {name: (pool.num_rows - pool.num_available, pool.num_rows) for name, pool in pools.items()}
+
+    def price_state(self) -> PriceState | None:
+        """What prices and breakers say now; None where neither decides anything."""
+        if self.auto is None or self.steering is None:
+            return None
+        return self.steering.price_state(self.auto)
 
     def subscribe(self, observer: Observer) -> None:
         """Tell `observer` of every step and every ended request; before `start`."""

@@ -12,19 +12,30 @@ missed the hidden states of what came before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from engine.sequence import Sequence
+from engine.sequence import Sequence as TokenSequence
+from scheduler.auto_budget import AutoBudget
 from scheduler.breaker import Breaker, BreakerRule, BreakerState, ladder
 from scheduler.schedule import Schedule
-from scheduler.tuning import Tuner
+from scheduler.tuning import ArmState, Tuner
 from tree.policies.talon import Talon
 
 log = logging.getLogger(__name__)
 
 Told = Callable[[str, str, str], None]
 """Who is told when a breaker moves: (schedule, schedule it decodes with from now on, reason)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PriceState:
+    """What prices and breakers say now, for people to look at."""
+
+    drift: Mapping[str, float]  # model -> measured over predicted milliseconds of its forwards, lately
+    speedup: Mapping[str, float]  # schedule -> tokens per millisecond over plain decoding's, lately; 1 before anything is known
+    rung: Mapping[str, int]  # schedule -> steps down its ladder; 0: it decodes as asked
+    tuned: Sequence[ArmState]  # of the tuner of TALON, if there is one
 
 
 class Steering:
@@ -53,7 +64,7 @@ class Steering:
             if len(rungs) > 1:
                 self._breakers[schedule.name] = Breaker(rungs, rule)
 
-    def steer(self, sequence: Sequence) -> None:
+    def steer(self, sequence: TokenSequence) -> None:
         """Set what `sequence` decodes with from this step on."""
         asked = sequence.asked
         name = asked.name
@@ -79,6 +90,16 @@ class Steering:
                 self._told(schedule, change.after, change.reason)
         if self.tuner is not None and isinstance(self._schedules[schedule].policy, Talon):
             self.tuner.observe(tokens=tokens, seconds=ms / 1000, plain_s=plain_ms / 1000)
+
+    def price_state(self, auto: AutoBudget) -> PriceState:
+        """A snapshot; from any thread, since it only reads numbers that are replaced as a whole."""
+        rungs = {name: breaker.rungs.index(breaker.current) for name, breaker in self._breakers.items()}
+        return PriceState(
+            drift={model: auto.costs.drift(model) for model in auto.costs.profile.models},
+            speedup={name: auto.speedup(name) for name in rungs},
+            rung=rungs,
+            tuned=() if self.tuner is None else tuple(self.tuner.states),
+        )
 
     def states(self) -> dict[str, BreakerState]:
         """Every breaker's state, by schedule."""

@@ -153,6 +153,9 @@ class ScriptedEngine:
     def row_use(self) -> dict[str, tuple[int, int]]:
         return {"target": (10 * len(self._running), 100)}
 
+    def price_state(self) -> None:
+        """There are no prices here."""
+
     # The engine thread.
 
     def _run(self) -> None:

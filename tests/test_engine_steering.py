@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 from transformers import PreTrainedModel
 
+from app.metrics import Metrics
 from engine.steering import Steering
 from scheduler.breaker import LOST, PASSED, RETRY, BreakerRule
 from scheduler.tuning import Tuner, talon_grid
@@ -113,3 +114,20 @@ def test_a_broken_clock_moves_nothing(tiny_model: TinyModel, broken: float) -> N
     for _ in range(50):
         steering.stepped("medium", tokens=1, ms=broken, plain_ms=10.0)
     assert steering.states()["medium"].current == "medium"
+
+
+def test_prices_and_breakers_are_on_the_metrics_page(tiny_model: TinyModel) -> None:
+    """Whoever wonders why nothing is drafted must be able to see that prices drifted or that a breaker is open."""
+    running = world(tiny_model)
+    metrics = Metrics()
+    assert running.engine.price_state() is None, "without a steering there is nothing to show"
+    running.engine.steering = steering_of(running, [], tuner=Tuner(talon_grid(12)))
+    metrics.attach(running.engine)
+    for _ in range(50):
+        running.engine.steering.stepped("medium", tokens=1, ms=1e4, plain_ms=10.0)
+    page = metrics.text().decode()
+    assert 'graftserve_price_drift{model="target"} 1.0' in page
+    assert 'graftserve_speedup_estimate{schedule="treegraft"} 1.0' in page
+    assert 'graftserve_breaker_rung{schedule="treegraft"} 0.0' in page
+    assert 'graftserve_breaker_rung{schedule="medium"} 0.0' not in page
+    assert 'graftserve_talon_tuning_plays{budget="12",mu="0.03"}' in page
