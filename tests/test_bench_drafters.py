@@ -440,6 +440,7 @@ def test_the_charts_show_every_share_that_was_measured() -> None:
 def command(target: Path, *arguments: str, monkeypatch: pytest.MonkeyPatch) -> Result:
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GRAFTSERVE_COSTS", "none")  # nothing is measured
     program = typer.Typer()
     program.add_typer(bench, name="bench")
     options = ("--target", str(target), "--weights", "fp32", "--device", "cpu", "--max-model-len", "300")

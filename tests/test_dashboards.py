@@ -22,6 +22,7 @@ from app.metrics import Metrics
 from tests.http_engine import Server, until
 from tests.real_service import serve_toy
 from tests.required_tools import required_tool
+from tests.test_engine_auto import FREE, prices
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 BOARDS = {path.stem: json.loads(path.read_text()) for path in sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))}
@@ -112,7 +113,12 @@ class Prometheus:
 def _prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     required_tool("prometheus", "prometheus")
     over = threading.Event()
-    with serve_toy(tmp_path_factory.mktemp("toy"), max_num_seqs=4) as server:
+    costs = tmp_path_factory.mktemp("costs") / "costs.json"
+    costs.write_text(prices(FREE).costs.profile.to_json())
+    toy = tmp_path_factory.mktemp("toy")
+    # One schedule is left to prices, so that these are on the boards; the clock of a toy would end all drafting of the others.
+    priced = {"priced": {"policy": "talon", "plan": "M*", "auto": True}}
+    with serve_toy(toy, max_num_seqs=4, budget=8, define=priced, costs=str(costs), tune_talon=True) as server:
         program = Prometheus(tmp_path_factory.mktemp("prometheus"), server.url.removeprefix("http://"))
         load = threading.Thread(target=_load, args=(server, over))
         try:

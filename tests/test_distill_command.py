@@ -30,6 +30,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No settings of the machine that runs the tests, and texts that hold answers although they are short."""
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GRAFTSERVE_COSTS", "none")  # nothing is measured
     monkeypatch.setenv("COLUMNS", "300")
     with short_turns(message=4, answer=12):
         yield

@@ -45,6 +45,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No settings of the machine that runs the tests."""
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GRAFTSERVE_COSTS", "none")  # nothing is measured
 
 
 @pytest.fixture(scope="module")

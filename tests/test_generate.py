@@ -40,6 +40,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither settings nor colors of the machine that runs the tests."""
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GRAFTSERVE_COSTS", "none")  # nothing is measured
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
         monkeypatch.delenv(name, raising=False)
 

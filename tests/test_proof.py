@@ -95,6 +95,7 @@ def verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(EVERY_VERIFIER, rule.name, rule)
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("GRAFTSERVE_COSTS", "none")  # nothing is measured
 
 
 def sabotaged(world: World, **verifier: str) -> Schedule:
