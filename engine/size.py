@@ -1,6 +1,6 @@
 """Which nodes of every tree are verified in this step: all that the policies chose, or as many as pay.
 
-Whether a drafter's call pays is asked in `engine.draft`.
+Whether a drafter's call pays is asked in `engine.question`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ def choose_nodes(drafts: list[Draft], auto: AutoBudget | None) -> list[list[int]
     for index, nodes in zip(asking, sized, strict=True):
         chosen[index] = nodes
     return chosen
-
 
 
 def _cut(draft: Draft) -> list[int]:

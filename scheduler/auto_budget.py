@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 
 from scheduler.acceptance import LiveAcceptance, TextRecord
 from scheduler.drift import LiveCosts
-from scheduler.load import Share, share_rows
+from scheduler.load import share_rows
+from scheduler.sizing import may_pay, open_masses
 from tree.tree import TokenTree
 
 TARGET = "target"  # the target's name in a cost profile
@@ -75,8 +76,6 @@ class AutoBudget:
         self.costs = costs
         self.acceptance = acceptance or LiveAcceptance()
         self.most_rows = most_rows
-        self.share: Share | None = None
-        """How the last verification was shared, for metrics."""
         self._keep = 0.5 ** (1 / _HALF_LIFE)
         self._history: dict[str, tuple[float, float]] = {}  # schedule -> (plain decoding's ms for the same tokens, ms), fading
         self._children: dict[tuple[str, int], list[float]] = {}  # (drafter, kind of parent) -> mean edge probability by rank
@@ -105,11 +104,11 @@ class AutoBudget:
                 return offer
             if paths is None:
                 paths = self.acceptance.acceptance.paths(offer.tree, offer.record)
-            price = rate * self.call_ms([offer] * sharing) / sharing
-            masses = _open_masses(paths, offer.tree.parent, offer.nodes)
-            if float(masses.sum()) <= price:
+            call_ms = self.call_ms([offer] * sharing) / sharing
+            masses = open_masses(paths, offer.tree.parent, offer.nodes)
+            if not may_pay(float(masses.sum()), rate, call_ms):
                 continue  # for sure; what follows is a guess
-            worth = self._expected_gain(offer, masses, row) - price
+            worth = self._expected_gain(offer, masses, row) - rate * call_ms
             if worth > most:
                 best, most = offer, worth
         return best
@@ -160,8 +159,8 @@ class AutoBudget:
         curve = self.costs.curve(TARGET, room, sequences=step.sequences, context=step.context)
         # The sharing counts a row per tree; what is forwarded besides comes on top.
         fixed = step.base_rows - len(candidates)
-        self.share = share_rows(chances, curve[fixed:], rate=max(map(self.rate, schedules)))
-        return [sorted([0, *own[:count]]) for own, count in zip(ranked, self.share.nodes, strict=True)]
+        share = share_rows(chances, curve[fixed:], rate=max(map(self.rate, schedules)))
+        return [sorted([0, *own[:count]]) for own, count in zip(ranked, share.nodes, strict=True)]
 
     def verified(self, tree: TokenTree, nodes: Iterable[int], path: Sequence[int], record: TextRecord | None = None) -> None:
         """What the target made of a tree."""
@@ -227,10 +226,3 @@ class AutoBudget:
             edge = self.acceptance.acceptance.edge(tree.scorer[node], tree.depth[node], tree.lp[node])
             kind = sum(edge > bound for bound in _SURE)
         return self._children.setdefault((offer.drafter, kind), list(_FIRST_GUESS))
-
-
-def _open_masses(paths: Floats, parent: Sequence[int], nodes: Sequence[int]) -> Floats:
-    """Per node of `nodes` the probability that its children to come can have together."""
-    passed_on = np.bincount(np.asarray(parent[1:], dtype=np.intp), paths[1:], minlength=len(paths))
-    chosen = np.asarray(nodes, dtype=np.intp)
-    return np.maximum(paths[chosen] - passed_on[chosen], 0.0)

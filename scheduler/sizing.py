@@ -66,15 +66,22 @@ def choose_size(
     return Size(chosen + 1, float(tokens[chosen]), float(ms[chosen]))
 
 
+def open_masses(path_probability: Floats, parent: Sequence[int], nodes: Sequence[int]) -> Floats:
+    """`[len(nodes)]`: the probability that children to come of each of `nodes` can have together.
+
+    `parent` `[nodes of the tree]`, -1 for the root. The root's own share is 1.
+    """
+    passed_on = np.bincount(np.asarray(parent[1:], dtype=np.intp), path_probability[1:], minlength=len(path_probability))
+    chosen = np.asarray(nodes, dtype=np.intp)
+    return np.maximum(path_probability[chosen] - passed_on[chosen], 0.0)
+
+
 def open_mass(path_probability: Floats, parent: Sequence[int], expandable: Iterable[int]) -> float:
     """U: the probability that nodes to come can have in one layer. `expandable` are all nodes that may yet get children.
 
     `parent` `[nodes]`, -1 for the root. The root's own share is 1.
     """
-    passed_on = np.zeros(len(path_probability))
-    np.add.at(passed_on, np.asarray(parent[1:], dtype=np.intp), path_probability[1:])
-    nodes = np.fromiter(expandable, dtype=np.intp)
-    return float(np.maximum(path_probability[nodes] - passed_on[nodes], 0.0).sum())
+    return float(open_masses(path_probability, parent, list(expandable)).sum())
 
 
 def may_pay(open_mass: float, rate: float, layer_ms: float, kappa: float = 1.0) -> bool:
