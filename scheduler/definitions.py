@@ -17,7 +17,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from scheduler.schedule import Action, Always, Plan, Schedule, Word
+from scheduler.schedule import Action, Schedule, Word
 from tree.graft import TreeGraft
 from tree.growth import Policy
 from tree.policies.adaptive_shape import AdaptiveShape, Shape, ShapeHistory
@@ -79,7 +79,7 @@ def define_schedule(
             name,
             description or f"{policy}, plan {plan}, verified by {verifier}",
             make_policy(policy, {**options, **extra}),
-            _plan(plan),
+            Word(plan),
             actions,
             greedy_verifier,
             verifier,
@@ -94,12 +94,6 @@ def make_policy(kind: str, options: Mapping[str, Any]) -> Policy:
     if kind not in POLICY_TYPES:
         raise ValueError(f"policy {kind!r} is not one of {', '.join(POLICY_TYPES)}")
     return _record(POLICY_TYPES[kind], options, "options")  # type: ignore[no-any-return]
-
-
-def _plan(plan: str) -> Plan:
-    if plan in ("S*", "M*"):
-        return Always(Action(plan[0]))
-    return Word(plan)
 
 
 def _actions(plan: str, drafters: Mapping[str, str], available: Collection[str]) -> dict[Action, str]:

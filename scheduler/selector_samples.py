@@ -16,6 +16,7 @@ import numpy as np
 from scheduler.cost import CostProfile
 from scheduler.selector import SCALARS, SHAPES, all_ms
 from scheduler.selector_fit import Samples
+from scheduler.traces import json_line
 
 FORMAT = "graftserve-selector-labels"
 VERSION = 1
@@ -57,13 +58,13 @@ def labels_header_line(header: LabelHeader, profile: CostProfile | None) -> str:
     costs = None if profile is None else json.loads(profile.to_json())
     shapes = [[shape.num_paths, shape.trunk, shape.branch] for shape in SHAPES]
     about = {"format": FORMAT, "version": VERSION, **asdict(header), "scalars": UNPRICED}
-    return _line({**about, "shapes": shapes, "costs": costs})
+    return json_line({**about, "shapes": shapes, "costs": costs})
 
 
 def label_line(label: Label) -> str:
     """A further line."""
     rounded = [round(value, 6) for value in label.scalars], [round(value, 5) for value in label.tokens]
-    return _line({"prompt": label.prompt, "context": label.context, "scalars": rounded[0], "tokens": rounded[1]})
+    return json_line({"prompt": label.prompt, "context": label.context, "scalars": rounded[0], "tokens": rounded[1]})
 
 
 def read_labels(text: str) -> Labels:
@@ -124,7 +125,3 @@ def _label(entry: Any) -> Label:
     if len(label.scalars) != len(UNPRICED) or len(label.tokens) != len(SHAPES):
         raise ValueError(f"a root has {len(UNPRICED)} features and {len(SHAPES)} shapes")
     return label
-
-
-def _line(document: dict[str, Any]) -> str:
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n"

@@ -111,12 +111,12 @@ class Trace:
 def header_line(header: Header, profile: CostProfile | None) -> str:
     """The first line of a trace file."""
     costs = None if profile is None else json.loads(profile.to_json())
-    return _line({"format": FORMAT, "version": VERSION, **asdict(header), "costs": costs})
+    return json_line({"format": FORMAT, "version": VERSION, **asdict(header), "costs": costs})
 
 
 def record_line(record: Record) -> str:
     """A further line."""
-    return _line(
+    return json_line(
         {
             "prompt": record.prompt,
             "category": record.category,
@@ -249,5 +249,6 @@ def _prefixes(depth: int) -> Iterable[str]:
     return ("", *(word for length in range(1, depth) for word in words_of(length)))
 
 
-def _line(document: Mapping[str, Any]) -> str:
+def json_line(document: Mapping[str, Any]) -> str:
+    """A line of a file of records."""
     return json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n"
