@@ -27,7 +27,7 @@ class Tail:
     """What the head remembers about one sequence."""
 
     beside: Beside | None = None  # the target's keys and values of the text, where copying them pays
-    fused: torch.Tensor | None = None  # `[1, hidden]`, of the newest token that the target has been fed
+    heard: torch.Tensor | None = None  # `[1, layers, target_hidden]`, of the newest token that the target has been fed
     num_heard: int = 0  # verified tokens whose hidden states came in
     rows: dict[int, int] = field(default_factory=dict)  # tree node -> row, the root included, in the order of entering
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # node -> `[hidden]`
@@ -54,7 +54,7 @@ class TailDrafter:
         # The first ones may begin in the middle of the text: the head looks at the target's rows, wherever those come from.
         assert start == state.num_heard or state.num_heard == 0, f"hidden states of token {start}, expected {state.num_heard}"
         state.num_heard = start + len(hidden)
-        state.fused = self.lm.fuse(hidden[-1:])
+        state.heard = hidden[-1:].clone()  # fused when the head is asked, which at many steps it is not
 
     def passes(self, request: DraftRequest) -> tuple[int, ...]:
         """A forward for every layer of nodes that have no entry yet."""
@@ -93,7 +93,7 @@ class TailDrafter:
     def close(self, state: Tail) -> None:
         """Free every row of the sequence."""
         self.commit(state, (), None, ())
-        state.fused = None
+        state.heard = None
         state.beside = None if state.beside is None else Beside()
 
     def _answer(self, request: DraftRequest) -> Answer | Halt:
@@ -134,7 +134,7 @@ class TailDrafter:
             for request, nodes in work:
                 if request.state.beside is not None and nodes == [0]:
                     self.lm.catch_up(request.state.beside, request.target_rows)
-            result = self.lm.forward([_sprout(*item, rows) for item, rows in zip(work, taken, strict=True)])
+            result = self.lm.forward([_sprout(self.lm, *item, rows) for item, rows in zip(work, taken, strict=True)])
             log_probs = torch.log_softmax(result.logits, dim=-1)
         for (request, nodes), rows, start in zip(work, taken, result.starts, strict=True):
             state, here = request.state, slice(start, start + len(nodes))
@@ -143,13 +143,13 @@ class TailDrafter:
             state.log_probs.update(zip(nodes, log_probs[here], strict=True))
 
 
-def _sprout(request: DraftRequest, nodes: list[int], rows: list[int]) -> Sprout:
+def _sprout(lm: TailLM, request: DraftRequest, nodes: list[int], rows: list[int]) -> Sprout:
     state, tree = request.state, request.tree
     earlier = list(state.rows)
     root = len(request.context) - 1
     if nodes == [0]:
-        fused = state.fused
-        assert fused is not None, "checked by _obstacle"
+        assert state.heard is not None, "checked by _obstacle"
+        fused = lm.fuse(state.heard)
     else:
         fused = torch.stack([state.hidden[tree.parent[node]] for node in nodes])
     return Sprout(

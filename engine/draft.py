@@ -95,13 +95,18 @@ def show_hidden(
     `hidden[layer][rows[i]]` belongs to token ``start + i``. Returns the drafters that broke, and why.
     """
     broken = []
+    index = torch.as_tensor(rows)
+    picked: dict[int, torch.Tensor] = {}  # by layer, for all drafters that look at it
     for name in sequence.asked.drafters.values():
         drafter = drafters[name]
         # One that waits for rows goes on hearing, or it could not go on when there are some.
         if not drafter.layers or (sequence.is_without(name) and name not in sequence.retry_at):
             continue
         try:
-            stacked = torch.stack([hidden[layer][list(rows)] for layer in drafter.layers], dim=1)
+            for layer in drafter.layers:
+                if layer not in picked:
+                    picked[layer] = hidden[layer].index_select(0, index.to(hidden[layer].device))
+            stacked = torch.stack([picked[layer] for layer in drafter.layers], dim=1)
             drafter.observe(state_of(sequence, drafter), start, stacked)
         except Exception:
             log.exception("drafter %s failed to take in hidden states", name)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -80,6 +81,15 @@ class Curve:
             score, accepted = (0.0, *score), (0.0, *accepted)
         return np.interp(probability, score, accepted)
 
+    def at(self, probability: float) -> float:
+        """The same for one number; arrays of one cost more than what is computed."""
+        score, accepted = self.score, self.accepted
+        right = bisect_right(score, probability)
+        if right == len(score):
+            return accepted[-1]
+        below, least = (score[right - 1], accepted[right - 1]) if right else (0.0, 0.0)
+        return least + (accepted[right] - least) * (probability - below) / (score[right] - below)
+
 
 IDENTITY = Curve((0.0, 1.0), (0.0, 1.0))
 
@@ -98,29 +108,28 @@ class Acceptance:
 
     def edge(self, drafter: str, depth: int, log_prob: float) -> float:
         """Probability that an edge is taken if the node above it was; 0 to 1, non-decreasing in `log_prob` (<= 0)."""
-        return float(self.curve(drafter, depth)(np.array([math.exp(min(log_prob, 0.0))]))[0])
+        return self.curve(drafter, depth).at(math.exp(min(log_prob, 0.0)))
 
     def paths(self, tree: TokenTree, record: TextRecord | None = None) -> Floats:
         """`[nodes]`: probability that each node of `tree` is accepted, in creation order; 1 for the root.
 
         The children of a node sum to at most the node's own. `record` is how drafters have fared on this very text.
         """
-        size = len(tree)
-        parent = np.asarray(tree.parent, dtype=np.intp)
-        raw = np.exp(np.minimum(np.asarray(tree.lp, dtype=np.float64), 0.0))
-        edge = np.ones(size)
-        groups: dict[tuple[str, int], list[int]] = {}
-        for node in range(1, size):
-            groups.setdefault((tree.scorer[node], min(tree.depth[node], self.deepest)), []).append(node)
-        for (drafter, depth), nodes in groups.items():
-            edge[nodes] = self.curve(drafter, depth)(raw[nodes])
+        # Plain Python: trees have tens of nodes, for which a dozen array operations take three times as long.
+        parent = tree.parent
+        path, total = [1.0] * len(tree), [0.0] * len(tree)
+        factors: dict[str, float] = {}
+        for node in range(1, len(tree)):
+            drafter = tree.scorer[node]
+            edge = self.edge(drafter, tree.depth[node], tree.lp[node])
             if record is not None:
-                edge[nodes] = np.minimum(edge[nodes] * record.factor(drafter), _SUREST)
-        total = np.bincount(parent[1:], edge[1:], minlength=size)
-        edge[1:] /= np.maximum(total, 1.0)[parent[1:]]
-        path = edge.tolist()
-        for node in range(1, size):  # parents come first
-            path[node] *= path[parent[node]]
+                if drafter not in factors:
+                    factors[drafter] = record.factor(drafter)
+                edge = min(edge * factors[drafter], _SUREST)
+            path[node] = edge
+            total[parent[node]] += edge
+        for node in range(1, len(tree)):  # parents come first
+            path[node] *= path[parent[node]] / max(total[parent[node]], 1.0)
         return np.array(path)
 
     def to_json(self) -> str:

@@ -98,14 +98,14 @@ class AutoBudget:
         """
         rate = self.rate(schedule)
         row = rate * self._row_ms()
-        best, most, paths = None, 0.0, None
+        best, most, everywhere = None, 0.0, None
         for offer in options:
             if offer.drafter not in self.costs.profile.models:  # free
                 return offer
-            if paths is None:
-                paths = self.acceptance.acceptance.paths(offer.tree, offer.record)
+            if everywhere is None:
+                everywhere = open_masses(self.acceptance.acceptance.paths(offer.tree, offer.record), offer.tree.parent)
             call_ms = self.call_ms([offer] * sharing) / sharing
-            masses = open_masses(paths, offer.tree.parent, offer.nodes)
+            masses = everywhere[list(offer.nodes)]
             if not may_pay(float(masses.sum()), rate, call_ms):
                 continue  # for sure; what follows is a guess
             worth = self._expected_gain(offer, masses, row) - rate * call_ms

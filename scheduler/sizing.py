@@ -66,14 +66,13 @@ def choose_size(
     return Size(chosen + 1, float(tokens[chosen]), float(ms[chosen]))
 
 
-def open_masses(path_probability: Floats, parent: Sequence[int], nodes: Sequence[int]) -> Floats:
-    """`[len(nodes)]`: the probability that children to come of each of `nodes` can have together.
+def open_masses(path_probability: Floats, parent: Sequence[int]) -> Floats:
+    """`[nodes]`: the probability that children to come of each node can have together.
 
     `parent` `[nodes of the tree]`, -1 for the root. The root's own share is 1.
     """
     passed_on = np.bincount(np.asarray(parent[1:], dtype=np.intp), path_probability[1:], minlength=len(path_probability))
-    chosen = np.asarray(nodes, dtype=np.intp)
-    return np.maximum(path_probability[chosen] - passed_on[chosen], 0.0)
+    return np.maximum(path_probability - passed_on, 0.0)
 
 
 def open_mass(path_probability: Floats, parent: Sequence[int], expandable: Iterable[int]) -> float:
@@ -81,7 +80,7 @@ def open_mass(path_probability: Floats, parent: Sequence[int], expandable: Itera
 
     `parent` `[nodes]`, -1 for the root. The root's own share is 1.
     """
-    return float(open_masses(path_probability, parent, list(expandable)).sum())
+    return float(open_masses(path_probability, parent)[list(expandable)].sum())
 
 
 def may_pay(open_mass: float, rate: float, layer_ms: float, kappa: float = 1.0) -> bool:
@@ -91,14 +90,3 @@ def may_pay(open_mass: float, rate: float, layer_ms: float, kappa: float = 1.0) 
     open mass that layers turn out to realize, stops earlier and may be wrong.
     """
     return kappa * open_mass > rate * layer_ms
-
-
-def learned_kappa(kappa: float, gain: float, open_mass: float, *, weight: float = 0.05, least: float = 0.1) -> float:
-    """`kappa` after a layer that added nodes of probability `gain` to a tree of `open_mass`: an exponential mean in [least, 1].
-
-    It never falls below `least`: a drafter that was useless for a while would otherwise not be asked again, ever.
-    """
-    if not open_mass > 0:
-        return kappa
-    share = min(max(gain / open_mass, 0.0), 1.0)
-    return min(max((1 - weight) * kappa + weight * share, least), 1.0)

@@ -263,3 +263,12 @@ def test_rules_that_cannot_be_followed_are_refused(rule: dict[str, float]) -> No
     """At the start, not at the first refit."""
     with pytest.raises(ValueError, match=next(iter(rule))):
         FitRule(**rule)  # type: ignore[arg-type]
+
+
+# In thousandths: between knots that are closer than the smallest normal number numpy's slopes are infinite.
+@given(curves=st.lists(st.tuples(*[st.integers(0, 1000)] * 2), min_size=1, max_size=6, unique_by=lambda pair: pair[0]))
+def test_one_probability_reads_the_curve_as_an_array_does(curves: list[tuple[int, int]]) -> None:
+    scores, heights = (sorted(side[which] / 1000 for side in curves) for which in (0, 1))
+    curve = Curve(tuple(scores), tuple(heights))
+    places = [0.0, 1.0, *scores, *(score / 2 for score in scores), *np.linspace(0, 1, 13).tolist()]
+    assert [curve.at(place) for place in places] == pytest.approx(curve(np.array(places)).tolist(), abs=1e-12)

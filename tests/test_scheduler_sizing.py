@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.sizing import Size, best_first, choose_size, learned_kappa, may_pay, open_mass
+from scheduler.sizing import Size, best_first, choose_size, may_pay, open_mass
 
 falling = st.lists(st.floats(0, 1), max_size=30).map(lambda ps: np.array([1.0, *sorted(ps, reverse=True)]))
 rising = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40).map(lambda ms: np.array(sorted(ms)))
@@ -260,18 +260,3 @@ def test_no_layer_is_worth_more_than_the_open_mass(seed: int) -> None:
             gain += share
         assert gain <= bound + 1e-12
         assert open_mass(np.array(paths), parent, range(len(paths))) <= bound + 1e-12
-
-
-def test_kappa_follows_what_layers_realize_and_stays_in_bounds() -> None:
-    """At 0 a drafter would be given up for good; above 1 the rule would go on where a proof says stop."""
-    kappa = 1.0
-    for _ in range(400):
-        kappa = learned_kappa(kappa, 0.3, 0.5)
-    assert kappa == pytest.approx(0.6)
-    for _ in range(400):
-        kappa = learned_kappa(kappa, 0.0, 0.5)
-    assert kappa == 0.1
-    for _ in range(400):
-        kappa = learned_kappa(kappa, 9.0, 0.5)
-    assert kappa == pytest.approx(1.0) and kappa <= 1.0
-    assert learned_kappa(0.7, 0.2, 0.0) == 0.7

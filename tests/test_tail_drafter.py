@@ -323,7 +323,7 @@ def test_the_oracle_sees_a_flaw(flaw: str, monkeypatch: pytest.MonkeyPatch) -> N
     if flaw == "feature":
         hidden = torch.zeros(1, len(setting.drafter.layers), 32)
         hidden[0] = torch.randn(len(setting.drafter.layers), 32, generator=torch.Generator().manual_seed(0))
-        listener.state.fused = setting.lm.fuse(hidden)
+        listener.state.heard = hidden
     sprout = drafters.tail.Sprout
 
     def flawed(**given: Any) -> Any:
