@@ -1,4 +1,4 @@
-"""Who may ask: API keys, the few paths that need none, and the addresses a server without keys may listen on."""
+"""Who may ask: API keys, the few paths that need none, and what a server without keys may listen on and answer to."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from hashlib import sha256
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
 from app.config import Settings
+from app.errors import shorten
 
 METRICS_PATH = "/metrics"
 # Probes come without keys, and a browser that opens a page cannot send one. These answer nothing about anybody's requests.
@@ -70,17 +72,45 @@ def exposure_problem(settings: Settings) -> str | None:
     )
 
 
+def check_host(host: str, listens_on: str) -> None:
+    """Raise HTTPException 400 for a call to a server without keys that was not made under a name of this machine.
+
+    Else a page in somebody's browser could ask it whatever it likes, from a host name that its owner lets point here (DNS
+    rebinding). `host` is the header, "" where there is none: no browser leaves it out.
+    """
+    if not host or host.lower() == listens_on.lower() or names_this_machine(host):
+        return
+    raise HTTPException(
+        400,
+        f"Host: {shorten(host)!r} is no name of this machine, and a server without API keys answers to no other; "
+        "set api_keys, or allow_keyless where something else keeps strangers out.",
+    )
+
+
+def names_this_machine(host: str) -> bool:
+    """Whether a ``Host`` header, port included, is a name or address that means this machine everywhere."""
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").rstrip(".")
+    except ValueError:  # brackets that do not match
+        return False
+    return name == "localhost" or name.endswith(".localhost") or is_local_address(name)
+
+
 def is_loopback(host: str) -> bool:
     """Whether an address, or every address of a name, can be reached from this machine only."""
     try:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:
         return False  # a name nobody knows; listening on it will say so
-    return all(_is_local(address) for address in found)
+    return all(is_local_address(address) for address in found)
 
 
-def _is_local(text: str) -> bool:
-    address = ipaddress.ip_address(text.partition("%")[0])
+def is_local_address(text: str) -> bool:
+    """Whether this is an address, and one that means this machine."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
     mapped = getattr(address, "ipv4_mapped", None)  # ::ffff:127.0.0.1
     return (mapped or address).is_loopback
 

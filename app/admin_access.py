@@ -7,7 +7,6 @@ is a loopback one, the call was not forwarded, it names a loopback host, and it 
 from __future__ import annotations
 
 from hmac import compare_digest
-from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from fastapi import Depends
@@ -15,6 +14,8 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
+
+from app.access import is_local_address, names_this_machine
 
 _FORWARDED = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 
@@ -35,21 +36,12 @@ def require_admin(http: HttpRequest) -> None:
 
 def is_local(peer: str | None, headers: Headers) -> bool:
     """Whether a call with these headers from this address was made by a program on this machine, on its own account."""
-    if peer is None or not _is_loopback(peer) or any(name in headers for name in _FORWARDED):
+    if peer is None or not is_local_address(peer) or any(name in headers for name in _FORWARDED):
         return False
     host, origin = headers.get("host", ""), headers.get("origin")
-    if not _is_loopback(urlsplit(f"//{host}").hostname or ""):
+    if not names_this_machine(host):
         return False  # a foreign name that was made to point here
     return origin is None or urlsplit(origin).netloc == host
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 Admin = Depends(require_admin)

@@ -8,14 +8,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 
 from app import drafting
 from app.calibration import profile_for, read_profile
-from app.config import MEASURE_COSTS, NO_COSTS, Settings
+from app.config import AUTO, MEASURE_COSTS, NO_COSTS, NONE, Settings
 from app.drafting import NGRAM, LoadedDrafter, is_truncated, lm_row_bytes, vocab_size
 from app.serving import LoadedEngine
 from drafters.base import Drafter
@@ -34,6 +34,8 @@ from scheduler.auto_budget import AutoBudget
 from scheduler.definitions import define_schedule
 from scheduler.drift import LiveCosts
 from scheduler.registry import build_schedules, check_budget
+from scheduler.rule import Rule
+from scheduler.selector import Selector
 from scheduler.tuning import Tuner, talon_grid
 
 _MAX_BUDGET = 511  # nodes per tree, root included; what a working tree holds at most
@@ -41,6 +43,7 @@ _LEAST_EXPANDED = 0.02  # path probability below which no drafter is asked what 
 _MEMORY_SHARE = 0.4  # of the memory that is free, for the rows of all models together
 
 Progress = Callable[[str], None]
+Fitted = TypeVar("Fitted", Rule, Selector)
 
 
 def build(settings: Settings, progress: Progress) -> LoadedEngine:
@@ -95,6 +98,7 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         )
         if drafter is not None:
             drafters[role] = drafter
+    rule, selector = _fitted(settings, names)
     schedules = build_schedules(
         small="small" if "small" in drafters else NGRAM,
         medium="medium" if "medium" in drafters else None,
@@ -103,11 +107,13 @@ def _build(settings: Settings, progress: Progress) -> LoadedEngine:
         min_expansion=_LEAST_EXPANDED if placement.device.type == "cpu" else 0.0,
         width=4 if placement.device.type == "cpu" else 10,
         word=None if settings.plan == "auto" else settings.plan,
+        rule=rule,
+        selector=selector,
     )
     for name, definition in settings.define.items():
         if name in schedules:
             raise ValueError(f"define: a schedule {name!r} is there already")
-        schedules[name] = define_schedule(name, available=list(drafters), **definition.model_dump())
+        schedules[name] = define_schedule(name, available=list(drafters), rule=rule, **definition.model_dump())
     engine = Engine(
         target=target,
         drafters=drafters,
@@ -149,7 +155,23 @@ def _set_prices(loaded: LoadedEngine, settings: Settings, progress: Progress) ->
     engine.auto = AutoBudget(LiveCosts(profile))
     budget = max(schedule.budget for schedule in engine.schedules.values() if schedule.is_auto)
     tuner = Tuner(talon_grid(budget)) if settings.tune_talon and budget > 1 else None
-    engine.steering = Steering(engine.schedules, free=frozenset({NGRAM}), tuner=tuner, told=engine.tell_fallback)
+    engine.steering = Steering(engine.schedules, free=frozenset({NGRAM}), tuner=tuner, told=engine.outlet.on_fallback)
+
+
+def _fitted(settings: Settings, names: dict[str, str]) -> tuple[Rule | None, Selector | None]:
+    """What `guided` and `nde` go by; ValueError that names the setting for a file that holds no such thing."""
+    rule = _read("rule", settings.rule, "rule.json", names, lambda file: Rule.from_json(file.read_text("utf-8")))
+    return rule, _read("selector", settings.selector, "selector.safetensors", names, Selector.load)
+
+
+def _read(setting: str, value: str, shipped: str, names: dict[str, str], read: Callable[[Path], Fitted]) -> Fitted | None:
+    if value == NONE:
+        return None
+    file = drafting.shipped(shipped, names) if value == AUTO else Path(value)
+    try:
+        return None if file is None else read(file)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{setting} = {value!r}: {error}") from error
 
 
 def _default_schedule(settings: Settings, drafters: dict[str, Drafter]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.errors import RequestFailed
@@ -19,6 +19,22 @@ class Piece:
     calls: tuple[CallPiece, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its answers begin with."""
+
+    text: str
+    tokens: tuple[int, ...] = ()  # if log-probabilities are wanted
+    offsets: tuple[int, ...] = ()  # where each token begins in `text`
+
+    def rated(self, of_others: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+        """One entry per token; `of_others` are those of all but the first one."""
+        if not self.tokens:
+            return []
+        entries = [TokenLogprob(self.tokens[0], None, (), 0), *of_others]
+        return [replace(one, text_offset=offset) for one, offset in zip(entries, self.offsets, strict=True)]
+
+
 @dataclass(slots=True)
 class Choice:
     """What has arrived of one choice.
@@ -28,7 +44,7 @@ class Choice:
     """
 
     token_text: Callable[[int], str]
-    echo: str | None = None  # the prompt's text, to be given out first
+    echo: Echo | None = None  # to be given out first
     reader: Reader | None = None  # finds calls of functions in the text; None: there are none
     num_output_tokens: int = 0
     num_chars: int = 0  # of the answer, without the echo
@@ -39,6 +55,8 @@ class Choice:
     _held: list[TokenLogprob] = field(default_factory=list)  # due, but what they belong to is still being read
     _waiting: list[TokenLogprob] = field(default_factory=list)
     _first: int | None = None  # the first token
+    _prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    _shift: int = 0  # characters in front of the answer
 
     def take(self, delta: Delta) -> Piece:
         """Book a delta. Raises EngineStopped or RequestFailed if it ends the request without an answer."""
@@ -48,7 +66,8 @@ class Choice:
         if delta.finish_reason is FinishReason.ERROR:
             raise RequestFailed(delta.error or "The engine failed on this request.")
         self._waiting.extend(delta.logprobs)
-        self.sum_logprobs += sum(one.logprob for one in delta.logprobs)
+        self.sum_logprobs += sum(one.logprob or 0.0 for one in delta.logprobs)
+        self._prompt_logprobs = self._prompt_logprobs or delta.prompt_logprobs
         self.num_chars += len(delta.text)
         if self._first is None and delta.token_ids:
             self._first = delta.token_ids[0]
@@ -63,7 +82,10 @@ class Choice:
         due = [*self._held, *self._due(is_over)]
         is_shown = is_over or read.content or read.calls
         self._held = [] if is_shown else due
-        return Piece(self._with_echo(read.content, is_over), due if is_shown else [], read.calls)
+        if not is_shown:
+            return Piece(read.content, [], read.calls)
+        text, before = self._with_echo(read.content)
+        return Piece(text, before + [replace(one, text_offset=one.text_offset + self._shift) for one in due], read.calls)
 
     @property
     def mean_logprob(self) -> float:
@@ -86,14 +108,14 @@ class Choice:
         due, self._waiting = self._waiting[:count], self._waiting[count:]
         return [replace(one, text_offset=min(one.text_offset, self.num_chars)) for one in due]
 
-    def _with_echo(self, text: str, is_over: bool) -> str:
+    def _with_echo(self, text: str) -> tuple[str, list[TokenLogprob]]:
         """The prompt in front of the first text, and between them what decoding the answer alone has dropped."""
-        if self.echo is None or not (text or is_over):
-            return text
+        if self.echo is None:
+            return text, []
         echo, self.echo = self.echo, None
-        if self._first is None or not text:
-            return echo + text
-        return echo + missing_space(self.token_text(self._first), text) + text
+        between = "" if self._first is None or not text else missing_space(self.token_text(self._first), text)
+        self._shift = len(echo.text) + len(between)
+        return echo.text + between + text, echo.rated(self._prompt_logprobs)
 
 
 def missing_space(first: str, text: str) -> str:

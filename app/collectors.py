@@ -17,12 +17,14 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from app.errors import STATUSES
 from engine.request import FinishReason
+from scheduler.load import ALL, BUDGET, HELD, LOAD, MARGINAL
 
 NAMESPACE = "graftserve"
 PREFIX = NAMESPACE + "_"
 OTHER = "other"  # reasons that nobody foresaw share one series
 HALT_REASONS = ("context", "rows", "nan", "features", "error", OTHER)
 SKIP_REASONS = ("plan", "tree", "price", "halted", "prompt", "end", OTHER)
+SIZE_REASONS = (ALL, MARGINAL, BUDGET, LOAD, HELD, OTHER)
 NUM_POSITIONS = 16  # draft tokens of one step that are counted one by one; the deeper ones share a series
 REST = f"{NUM_POSITIONS}+"
 
@@ -126,6 +128,14 @@ class Collectors:
             "spec_decode_num_grafts_total",
             "Nodes that one drafter attached under a node of another, whether they were verified in the end or cut.",
             _ARM,
+        )
+        self.sized_trees = counter(
+            "spec_decode_sized_trees_total",
+            "Trees that prices cut, by what bounded the step: every node was worth its row (all), the next one was not "
+            "(marginal), there were no more rows (budget), no node of any tree was (load), or too little to begin again "
+            "after a step without any (held).",
+            (*_ARM, "reason"),
+            reason=SIZE_REASONS,
         )
         self.lossy_tokens = counter(
             "spec_decode_lossy_tokens_total",

@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 ENV_PREFIX = "GRAFTSERVE_"
 MEASURE_COSTS, NO_COSTS = "measure", "none"  # of the setting `costs`
+AUTO, NONE = "auto", "none"  # of the settings `rule` and `selector`
 EMBEDDED = "embedded"  # the default target, which an installed wheel brings along
 CONFIG_VARIABLE = "GRAFTSERVE_CONFIG"  # names the file; not itself a setting
 LEAST_KEY_LENGTH = 8  # characters of an API key
@@ -32,7 +33,7 @@ class ScheduleDefinition(BaseModel):
 
     policy: str
     options: dict[str, Any] = {}
-    plan: str = Field(default="S*", pattern=r"^[NSMB]+(\.*|\*)$")
+    plan: str = Field(default="S*", pattern=r"^[NSMBV]+(\.*|\*)$")
     drafters: dict[str, str] = {}
     verifier: str = "walk"
     greedy_verifier: str = "greedy"
@@ -63,6 +64,16 @@ class Settings(BaseSettings):
         default="auto",
         pattern=r"^(auto|[NSMB]+(\.*|\*))$",
         description="Who drafts at each step of 'treegraft': a word of N(gram), S, M and B(est); auto: whoever is worth most.",
+    )
+    rule: str = Field(
+        default="auto",
+        min_length=1,
+        description="Rule of 'guided': a file of `fit-scheduler`; auto: the one for the shipped drafters; none: no rule.",
+    )
+    selector: str = Field(
+        default="auto",
+        min_length=1,
+        description="Network of 'nde': a file of `fit-scheduler --kind nde`; auto: the one for the shipped drafters; none.",
     )
     schedule: str | None = Field(
         default=None, description="Schedule of requests that name none; none: chosen by the drafters."

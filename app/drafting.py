@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ def resolve(name: str | None, role: str, target: str) -> str | None:
     if target == EMBEDDED and (SHIPPED / role).is_dir():
         return PRETRAINED
     return NGRAM if role == "small" else TRUNCATED
+
+
+def shipped(name: str, names: Mapping[str, str]) -> Path | None:
+    """The file of that name made for these resolved drafters, by role; None if none comes with the program."""
+    file = SHIPPED / name
+    return file if set(names.values()) == {PRETRAINED} and len(names) == 2 and file.is_file() else None
 
 
 def load(name: str, role: str, target: nn.Module, tokenizer: Any, placement: Placement) -> LoadedDrafter | None:

@@ -20,7 +20,7 @@ from functools import partial
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from app.bridge import Engine
-from app.collectors import HALT_REASONS, SKIP_REASONS, Collectors, bounded, position
+from app.collectors import HALT_REASONS, SIZE_REASONS, SKIP_REASONS, Collectors, bounded, position
 from app.version import version
 from engine.request import DrafterCount, FinishReason, RequestStats, StepStats
 from engine.steering import PriceState
@@ -138,6 +138,8 @@ class Metrics:
                 of.token_gap.labels(*labels).observe(gap_s)
         for drafter, counts in step.drafters.items():
             self._count_drafter(step, drafter, counts)
+        for reason, count in step.sized.items():
+            of.sized_trees.labels(*labels, bounded(reason, SIZE_REASONS)).inc(count)
         for drafter, reason in step.halts:
             of.halts.labels(step.schedule, drafter, step.arm, bounded(reason, HALT_REASONS)).inc()
 

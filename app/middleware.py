@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from app.access import Keys, keys_of, needs_key
+from app.access import Keys, check_host, keys_of, needs_key
 from app.call import Call, attach
 from app.config import Settings
 from app.errors import STATUSES, describe
@@ -31,6 +31,7 @@ class Rules:
     """What a call must keep to."""
 
     keys: Keys = field(default_factory=Keys)
+    only_host: str | None = None  # where the server listens, if it answers to names of this machine only
     metrics_auth: bool = False  # whether /metrics asks for a key too
     max_body_bytes: int = 8 * 2**20
     max_body_s: float = 60.0  # from a call's head to the end of its body
@@ -38,7 +39,9 @@ class Rules:
 
 def rules_of(settings: Settings) -> Rules:
     """The rules that the settings make."""
-    return Rules(keys_of(settings), settings.metrics_auth, settings.max_body_bytes)
+    is_private = not settings.api_keys and not settings.allow_keyless
+    only_host = settings.host if is_private else None
+    return Rules(keys_of(settings), only_host, settings.metrics_auth, settings.max_body_bytes)
 
 
 class Edge:
@@ -70,6 +73,8 @@ class Edge:
             await send(message)
 
         try:
+            if self._rules.only_host is not None:
+                check_host(headers.get("host", ""), self._rules.only_host)
             if needs_key(scope["path"], metrics_auth=self._rules.metrics_auth):
                 call.api_key = self._rules.keys.check(headers.get("authorization"))
             self._check_length(headers)

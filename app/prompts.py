@@ -13,6 +13,7 @@ from app.body import Prompt
 from app.errors import shorten
 from app.protocol import Message
 from engine.request import RequestError
+from engine.text import TextStream, byte_fallback_ids
 
 _INLINE_CHARS = 8192  # tokenized on the event loop up to here (about a millisecond), in a thread beyond
 
@@ -49,6 +50,26 @@ async def prompt_texts(tokenizer: Tokenizer, prompt: Prompt) -> list[str]:
     if isinstance(prompt[0], int):
         return [await decode(tokenizer, prompt)]
     return [item if isinstance(item, str) else await decode(tokenizer, item) for item in prompt]
+
+
+async def prompt_offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    """Where each token of a prompt begins in its `text`, as :func:`prompt_texts` gives it."""
+    return await to_thread.run_sync(_offsets, tokenizer, ids, text)
+
+
+def _offsets(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> list[int]:
+    # Special tokens are part of a text that was sent as ids, and of one that spells them.
+    for skip in (False, True):
+        decode = partial(tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        stream = TextStream(decode, byte_ids=byte_fallback_ids(tokenizer.get_vocab()))
+        offsets = []
+        for token in ids:
+            offsets.append(stream.num_chars)
+            stream.push(token)
+        stream.finish()
+        if stream.text == text:
+            break
+    return [min(offset, len(text)) for offset in offsets]
 
 
 async def chat_prompt(

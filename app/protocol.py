@@ -252,15 +252,9 @@ class CompletionBody(GenerationBody):
 
     prompt: Annotated[Prompt, PlainValidator(check_prompt, json_schema_input_type=Prompt)]
     logprobs: Alternatives | None = Field(None, description=f"{_LOGPROBS} {_ALTERNATIVES}")
-    echo: bool | None = Field(None, description="The text begins with the prompt. Default false; not with logprobs.")
-
-    @model_validator(mode="after")
-    def _check_echo(self) -> CompletionBody:
-        if self.echo and self.logprobs is not None:
-            raise PydanticCustomError(
-                "unsupported_parameter", "is not supported together with logprobs yet", {"param": "echo"}
-            )
-        return self
+    echo: bool | None = Field(
+        None, description="The text begins with the prompt, and so does what logprobs reports. Default false."
+    )
 
     @property
     def num_logprobs(self) -> int | None:

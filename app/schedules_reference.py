@@ -23,10 +23,13 @@ from typing import Any, NamedTuple
 from app.config import ScheduleDefinition
 from scheduler.definitions import POLICY_TYPES
 from scheduler.registry import WITHOUT_PRICES, build_schedules
-from scheduler.schedule import Action, Always, Plan, Schedule, Word
+from scheduler.rule import Rule
+from scheduler.schedule import Action, Plan, Schedule, Word
+from scheduler.selected import Selected
+from scheduler.selector import Selector, SelectorConfig
 from tree.draws import TreeKind
 from tree.policies.adaptive_shape import Shape
-from tree.policies.sampled import SampledPolicy
+from tree.policies.sampled import Delayed, SampledPolicy
 from verify import EVERY_VERIFIER
 from verify.base import Verifier
 
@@ -44,6 +47,7 @@ _LETTERS = {
     Action.SMALL: "the small drafter",
     Action.MEDIUM: "the medium drafter",
     Action.BEST: "whoever of the schedule's drafters is worth most beyond its price; nobody if none is",
+    Action.VALUE: "the medium drafter where a fitted rule says that its call pays, else the small one; lookups before either",
     Action.STOP: "drafting ends; only at the end of a plan",
 }
 
@@ -75,7 +79,8 @@ def reference() -> str:
 
 
 def _schedules() -> Iterator[str]:
-    both = build_schedules(small="small", medium="medium", budget=16, is_auto=True)
+    selector = Selector(SelectorConfig("specinfer"))
+    both = build_schedules(small="small", medium="medium", budget=16, is_auto=True, rule=Rule(True), selector=selector)
     yield "## Schedules that come with the server"
     yield _filled(
         "With a small and a medium drafter of their own. Where prices are known they decide how much is drafted and verified "
@@ -93,7 +98,9 @@ def _schedules() -> Iterator[str]:
     yield _filled(f"Without a small drafter of its own, where `small` is `ngram`, there are {names}.")
     yield _filled(
         "The plan of `treegraft` is the setting `plan`. Unset, it is the one above, and "
-        f"`{WITHOUT_PRICES}` where no prices are known (`--costs none`, or a number as budget)."
+        f"`{WITHOUT_PRICES}` where no prices are known (`--costs none`, or a number as budget). The rule of `guided` is the "
+        "setting `rule`, a file of `graftserve fit-scheduler`; one comes with the shipped pair of drafters, and without a rule "
+        "there is no `guided`. The network of `nde` is the setting `selector`, likewise."
     )
 
 
@@ -158,13 +165,12 @@ def _rules() -> Iterator[str]:
 
 
 def _policy_name(schedule: Schedule) -> str:
-    return next(name for name, kind in POLICY_TYPES.items() if type(schedule.policy) is kind)
+    kind = Delayed if isinstance(schedule.policy, Selected) else type(schedule.policy)
+    return next(name for name, other in POLICY_TYPES.items() if kind is other)
 
 
 def _plan(schedule: Schedule) -> str:
     plan: Plan = schedule.plan
-    if isinstance(plan, Always):
-        return f"`{plan.action.value}*`"
     assert isinstance(plan, Word), f"{schedule.name} has a plan that this page cannot spell"
     return f"`{plan.letters}`" if plan.letters else "nobody"
 

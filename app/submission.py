@@ -33,6 +33,7 @@ def make_requests(
     default_limit: int | None,
     assigned: Assignment | None = None,
     grammar: Grammar | None = None,
+    prompt_logprobs: bool = False,
 ) -> list[Request]:
     """The requests in the order of their choices: all answers to the first prompt, then all to the second, and so on.
 
@@ -46,6 +47,7 @@ def make_requests(
         default_limit: tokens of an answer if the body sets no limit; None: all the room there is.
         assigned: the arm of a running experiment, for a body that :func:`leaves_schedule_open`; all requests get it.
         grammar: what every answer must be a text of; None: anything.
+        prompt_logprobs: whether the prompts' own log-probabilities are wanted.
 
     Raises RequestError or ParamError for what can never be served.
     """
@@ -81,6 +83,7 @@ def make_requests(
                 min_tokens=body.min_tokens or 0,
                 # The best of several are found by them.
                 num_logprobs=0 if body.num_logprobs is None and body.num_drawn > body.num_choices else body.num_logprobs,
+                prompt_logprobs=prompt_logprobs,
                 grammar=grammar,
                 schedule=schedule,
                 budget=budget,

@@ -43,7 +43,7 @@ class Plan:
     """What is logged."""
 
     policy: TreeGraft
-    drafters: Mapping[str, Drafter]  # by letter
+    drafters: Mapping[str, Drafter]  # by letter: S, M, and N if lookups help in between
     depth: int = 3
     stride: int = 4
     stop_tokens: frozenset[int] = frozenset()
@@ -65,9 +65,9 @@ def plan_for(
     policy = schedule.policy
     if not isinstance(policy, TreeGraft) or not {Action.SMALL, Action.MEDIUM} <= set(schedule.drafters):
         raise ValueError(f"schedule {schedule.name!r} does not graft a small and a medium drafter on one tree")
-    # Cuts are made offline, so nothing is cut here; words have no letter for a lookup that helps in between.
-    grown = replace(policy, steps=depth, budget=policy.max_nodes, min_probability=0.0, lookup=None)
-    letters = {action.value: drafters[schedule.drafters[action]] for action in (Action.SMALL, Action.MEDIUM)}
+    # Cuts are made offline, so nothing is cut here.
+    grown = replace(policy, steps=depth, budget=policy.max_nodes, min_probability=0.0)
+    letters = {action.value: drafters[name] for action, name in schedule.drafters.items()}
     return Plan(grown, letters, depth, stride, stop_tokens, vocab_size, cost_ratio)
 
 
@@ -135,6 +135,7 @@ class _Position:
         forwards: list[tuple[str, int]] = []
         seen: dict[str, set[int]] = {letter: set() for letter in self.trails}
         for step, letter in enumerate(word):
+            self._look_up(growth, seen)
             if word[:step] not in rows:
                 rows[word[:step]] = self._signals(growth, word[:step])
             drafter = plan.drafters[letter]
@@ -143,7 +144,19 @@ class _Position:
                 continue
             forwards += [(letter, count) for count in _forwards(drafter, growth.tree, ask, seen[letter])]
             growth.attach(drafter.name, self._ask(letter, growth.tree, ask, seen[letter]))
+        self._look_up(growth, seen)
         return self._branch(growth.tree, tuple(forwards))
+
+    def _look_up(self, growth: GraftGrowth, seen: Mapping[str, set[int]]) -> None:
+        """What costs nothing is done whenever there is something new to do it for, as the engine does."""
+        if "N" not in self.plan.drafters:
+            return
+        name = self.plan.drafters["N"].name
+        while (ask := growth.ask(name)) is not None:
+            before = len(growth.tree)
+            growth.attach(name, self._ask("N", growth.tree, ask, seen["N"]))
+            if len(growth.tree) == before:
+                return
 
     def _signals(self, growth: GraftGrowth, before: str) -> Row:
         plan = self.plan

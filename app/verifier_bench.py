@@ -22,7 +22,7 @@ from typing import Protocol
 
 from app.bridge import Engine as EdgeEngine
 from app.local import Answer, Question, ask_all
-from engine.engine import Observer
+from engine.outlet import Observer
 from engine.request import FinishReason, RequestStats, StepStats
 from engine.sequence import TreeRecord
 from models.sampling import SamplingParams

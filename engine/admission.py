@@ -149,6 +149,8 @@ def check_request(
         raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}", param="prompt")
     request.sampling.check_vocab(vocab_size)
     _check_ends(request, vocab_size=vocab_size, max_model_len=max_model_len, stop_tokens=stop_tokens)
+    if request.prompt_logprobs and request.num_logprobs is None:
+        raise RequestError("log-probabilities of the prompt come with those of the answer only", param="logprobs")
     if request.num_logprobs is not None and not 0 <= request.num_logprobs <= MAX_LOGPROBS:
         raise RequestError(f"at most {MAX_LOGPROBS} logprobs, not {request.num_logprobs}", param="logprobs")
     needed = rows_needed(num_prompt, request.max_tokens, schedule.budget, max_model_len)

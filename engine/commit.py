@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
+
 from drafters.base import Drafter
 from engine.draft import commit_drafters, show_hidden
-from engine.logprobs import token_logprobs
+from engine.logprobs import rate_prompt, token_logprobs
 from engine.request import DrafterCount, FinishReason, StepStats, StepTimes, TokenLogprob, add_up
 from engine.score import Scored
 from engine.sequence import Sequence, TreeRecord
 from engine.trace import StepTrace
 from models.kv_cache import RowPool
+from models.sampling import probabilities
+from scheduler.features import moving_mean
+from scheduler.selected import Selected
 from tree.policies.adaptive_shape import AdaptiveShape
 from verify.base import Verdict
 
@@ -30,6 +35,7 @@ class Block:
     text: str
     finish: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if the request asked
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first block, if the request asked
     trace: StepTrace | None = None  # if the request asked
     times: StepTimes | None = None
 
@@ -37,6 +43,7 @@ class Block:
 def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[str, Drafter]) -> Block:
     """Keep the rows of the accepted path, free the others, tell the drafters, and append the block's tokens."""
     sequence, tree = scored.draft.sequence, scored.draft.growth.tree
+    rate_prompt(sequence, len(sequence.rows), scored.prompt_logits)
     start, num_pending = len(sequence.rows), sequence.num_pending
     _keep_rows(scored, verdict, pool)
     commit_drafters(scored.draft, drafters, verdict.path)
@@ -46,10 +53,13 @@ def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[st
     if sequence.request.keep_trees:
         sequence.trees.append(TreeRecord(tree, tuple(scored.nodes), verdict.path, verdict.extra))
         tree.proposals.clear()  # rows over the vocabulary: a megabyte for five nodes
+    sequence.accepted_mean = moving_mean(sequence.accepted_mean, len(verdict.path))
     policy = sequence.schedule.policy
     if isinstance(policy, AdaptiveShape):  # the one policy that learns from what became of its trees
         learned = policy.after(len(verdict.path), max(tree.depth))
         sequence.schedule = replace(sequence.schedule, policy=learned)
+    elif isinstance(policy, Selected):
+        sequence.last_entropy = _entropy(scored, verdict)
     tokens = (*(tree.token[node] for node in verdict.path), verdict.extra)
     creators = (*(tree.creator[node] for node in verdict.path), "target")
     block, offsets = _append(sequence, tokens, creators)
@@ -60,7 +70,16 @@ def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[st
     row_of = {node: row for row, node in enumerate(scored.nodes)}
     rows = [row_of[node] for node in (scored.nodes[0], *verdict.path)][: len(block.token_ids)]
     found = token_logprobs(scored.logits[rows], block.token_ids, offsets, sequence.request.num_logprobs)
-    return replace(block, logprobs=found)
+    is_first = sequence.num_output == len(block.token_ids)
+    return replace(block, logprobs=found, prompt_logprobs=tuple(sequence.prompt_logprobs) if is_first else ())
+
+
+def _entropy(scored: Scored, verdict: Verdict) -> float:
+    """Of the target's distribution that the newest token was taken from; at temperature 0, of the one at 1."""
+    sampling = scored.draft.sequence.request.sampling
+    row = scored.nodes.index(verdict.path[-1]) if verdict.path else 0
+    p = probabilities(scored.logits[row, None], replace(sampling, temperature=1.0) if sampling.greedy else sampling)
+    return float(torch.special.entr(p).sum())
 
 
 def _keep_rows(scored: Scored, verdict: Verdict, pool: RowPool) -> None:
@@ -139,6 +158,7 @@ def count_step(scored: Scored, verdict: Verdict, block: Block, *, verify_s: floa
         depths=[1] * max(tree.depth[node] for node in nodes),
         drafter_steps={name: 1 for name, count in drafters.items() if count.drafted},
         declined=dict(draft.declined),
+        sized={} if draft.sized is None else {draft.sized: 1},
         halts=tuple(draft.halts),
         draft_s=draft.draft_s,
         tree_s=draft.tree_s,

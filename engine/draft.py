@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 
@@ -20,7 +21,8 @@ from drafters.base import Drafter, Halt, KeepsPrefixes
 from engine.noise import DraftNoise
 from engine.question import Draft, next_question, offer, request, state_of
 from engine.sequence import Sequence
-from scheduler.auto_budget import AutoBudget, Offer
+from scheduler.auto_budget import TARGET, AutoBudget, Offer
+from scheduler.selected import Facts, Selected
 from tree.growth import Answer, Ask, Growth
 from tree.policies.sampled import SampledPolicy
 
@@ -41,7 +43,7 @@ def grow_trees(
     So does one that has just read its prompt, or found it in the cache: its first token should not wait for a drafter to read
     the prompt too. Schedules that leave their budget to `auto` make only calls that pay.
     """
-    drafts = [_begin(sequence, vocab_size) for sequence in sequences]
+    drafts = [_begin(sequence, vocab_size, auto) for sequence in sequences]
     growing = drafts
     while growing:
         asked: dict[str, list[tuple[Draft, Ask]]] = defaultdict(list)
@@ -57,22 +59,35 @@ def grow_trees(
     return drafts
 
 
-def _begin(sequence: Sequence, vocab_size: int) -> Draft:
+def _begin(sequence: Sequence, vocab_size: int, auto: AutoBudget | None) -> Draft:
     start = time.perf_counter()
     is_reading = sequence.num_pending > 1 or 0 < sequence.num_cached == len(sequence.rows)
     hindrance = "prompt" if is_reading else "end" if sequence.max_depth < 1 else None
-    growth = _growth(sequence, vocab_size, 0 if hindrance else sequence.max_depth)
+    growth = _growth(sequence, vocab_size, 0 if hindrance else sequence.max_depth, auto)
     return Draft(sequence, growth, hindrance=hindrance, tree_s=time.perf_counter() - start)
 
 
-def _growth(sequence: Sequence, vocab_size: int, max_depth: int) -> Growth:
+def _growth(sequence: Sequence, vocab_size: int, max_depth: int, auto: AutoBudget | None) -> Growth:
     policy, stop_tokens = sequence.schedule.policy, sequence.end_tokens
+    if isinstance(policy, Selected):
+        policy = replace(policy, facts=_facts(sequence, auto))
     if isinstance(policy, SampledPolicy):
         uniform = DraftNoise(sequence.request.sampling.seed, sequence.num_output)
         return policy.begin(
             sequence.tokens[-1], stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size, uniform=uniform
         )
     return policy.begin(sequence.tokens[-1], stop_tokens=stop_tokens, max_depth=max_depth, vocab_size=vocab_size)
+
+
+def _facts(sequence: Sequence, auto: AutoBudget | None) -> Facts:
+    """What the selector of a tree's shape may know before the step. Greedy requests draft as at temperature 1."""
+    sampling, context = sequence.request.sampling, len(sequence.tokens)
+    (name,) = sequence.schedule.drafters.values()
+    draft_ms = target_ms = None
+    if auto is not None and name in auto.costs.profile.models:
+        draft_ms, target_ms = (auto.costs.profile.ms(model, 1, context=context) for model in (name, TARGET))
+    temperature = 1.0 if sampling.greedy else sampling.temperature
+    return Facts(sequence.last_entropy, context, temperature, sampling.top_p, draft_ms, target_ms)
 
 
 def commit_drafters(draft: Draft, drafters: Mapping[str, Drafter], path: SequenceOf[int]) -> None:

@@ -1,49 +1,37 @@
 """The engine: one thread that owns the models, the caches and the sequences, and one loop over them.
 
-Requests enter through an inbox and leave as deltas. Each step admits what fits, drafts for every decoding sequence, lets the
-target score prefill chunks and trees in one forward, and commits. When rows run out, the youngest sequence gives way and is
-taken up again later. Speculation being off, or one arm of a comparison, is an
+Requests come in through a door (:mod:`engine.door`) and leave as deltas (:mod:`engine.outlet`). Each step admits what fits,
+drafts for every decoding sequence, lets the target score prefill chunks and trees in one forward, and commits. When rows run
+out, the youngest sequence gives way and is taken up again later. Speculation being off, or one arm of a comparison, is an
 attribute of a sequence, not a branch here.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
-from typing import Protocol
 
 from drafters.base import Drafter, KeepsRows
 from engine.admission import Limits, check_request, check_rules, choose_schedule, is_lossless
-from engine.commit import Block, commit, count_step
-from engine.constraint import ConstraintError
-from engine.decide import decide
+from engine.commit import Block
+from engine.door import Door
 from engine.draft import close_drafters, grow_trees, show_hidden
 from engine.isolate import NothingScored, can_score, is_out_of_memory, score_apart
+from engine.logprobs import rate_prompt
 from engine.memory import Memory
-from engine.request import (
-    Delta,
-    EngineStopped,
-    FinishReason,
-    QueueFull,
-    Request,
-    RequestError,
-    RequestStats,
-    StepStats,
-    StepTimes,
-)
-from engine.score import Scored
+from engine.outlet import Observer, Outlet
+from engine.request import FinishReason, Request, RequestStats, StepStats, StepTimes
 from engine.sequence import Sequence, open_sequence
-from engine.size import begin_step, choose_nodes
+from engine.settle import FAILED, settle
+from engine.size import begin_step, choose_nodes, end_step
 from engine.steering import PriceState, Steering
 from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
-from engine.trace import traced
 from engine.turn import Turn, fitting_nodes, plan_turn
 from models.causal_lm import CausalLM
 from scheduler.auto_budget import AutoBudget
@@ -52,23 +40,8 @@ from scheduler.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
-_IDLE_WAIT_S = 0.5  # how long the idle loop sleeps before it looks around again
-_FAILED = "The engine failed while it worked on this request."
 _NO_MEMORY = "The server ran out of memory while it worked on this request."
 _FAILURES_TO_DIE = 3  # failed steps in a row after which the engine gives up
-
-
-class Observer(Protocol):
-    """Who is told of counts. Called on the engine thread; what it raises is logged and fails nobody."""
-
-    def on_step(self, steps: list[StepStats], /) -> None:
-        """One step is over; one record per schedule."""
-
-    def on_finish(self, stats: RequestStats, reason: FinishReason, /) -> None:
-        """One request is over."""
-
-    def on_fallback(self, schedule: str, to: str, reason: str, /) -> None:
-        """Requests for `schedule` decode with `to` from now on."""
 
 
 class Engine:
@@ -113,19 +86,13 @@ class Engine:
         """Decides for schedules that leave their budget to the server; None: they take all that their policies chose."""
         self.steering: Steering | None = None
         """Takes schedules that lose against plain decoding out of use for a while; None: nobody does."""
-        self._observers: list[Observer] = []
-        self._inbox: queue.SimpleQueue[Sequence | str | None] = queue.SimpleQueue()
+        self.outlet = Outlet()
+        """Tells observers and callers."""
+        self._door = Door(self.limits)
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # oldest first
         self._memory = Memory(target.pool, self._drafters, keeps_prefixes=self.limits.prefix_cache)
-        # Requests accepted and not yet ended. Guarded, because callers count themselves in on their own threads.
-        self._open: set[str] = set()
-        self._lock = threading.Lock()
-        self._accepting = False
-        self._stop_at: float | None = None  # monotonic time at which whatever still runs is aborted
-        self._failure: str | None = None
         self._failed_steps = 0
-        self._last_step = time.monotonic()
         self._counted_until = time.perf_counter()  # what the engine did up to then is in some record, or was idling
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -154,7 +121,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests accepted but not admitted yet."""
-        return max(len(self._open) - len(self._running), 0)
+        return max(self._door.num_inside - len(self._running), 0)
 
     @property
     def row_use(self) -> dict[str, tuple[int, int]]:
@@ -174,23 +141,16 @@ class Engine:
 
     def subscribe(self, observer: Observer) -> None:
         """Tell `observer` of every step and every ended request; before `start`."""
-        self._observers.append(observer)
+        self.outlet.subscribe(observer)
 
     def start(self) -> None:
         """Start the worker thread."""
         self._thread.start()
-        self._last_step = time.monotonic()
-        self._accepting = True
+        self._door.open()
 
     def health(self) -> str:
         """ "ok", "stalled", "stopping" while accepted requests finish, "stopped" or "failed: why"."""
-        if self._failure is not None:
-            return f"failed: {self._failure}"
-        if not self._accepting or not self._thread.is_alive():
-            return "stopping" if self._thread.is_alive() and self._stop_at is not None else "stopped"
-        if self._open and time.monotonic() - self._last_step > self.limits.stall_s:
-            return "stalled"
-        return "ok"
+        return self._door.health(is_alive=self._thread.is_alive())
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError, QueueFull or EngineStopped, and then nothing was queued."""
@@ -213,29 +173,15 @@ class Engine:
         sequence = open_sequence(
             request, schedule, text, stop_tokens=self.stop_tokens, max_model_len=self.max_model_len
         )
-        with self._lock:
-            if not self._accepting:
-                raise EngineStopped(self._failure or "The server is stopping and takes no more requests.")
-            if request.id in self._open:
-                raise RequestError(f"a request with the id {request.id} is being served already", param="request_id")
-            if len(self._open) >= self.limits.max_num_seqs + self.limits.max_waiting:
-                raise QueueFull(f"{len(self._open)} requests are running or waiting, which is the limit")
-            if not self._open:
-                self._last_step = time.monotonic()  # an idle engine is not a stalled one
-            self._open.add(request.id)
-            # Inside the lock, so that nothing can be put behind the stop signal.
-            self._inbox.put(sequence)
+        self._door.enter(sequence)
 
     def abort(self, request_id: str) -> None:
         """End a request early; it gets its last delta unless it has ended already. Unknown ids are ignored."""
-        self._inbox.put(request_id)
+        self._door.abort(request_id)
 
     def stop(self, *, drain_s: float = 0.0) -> None:
         """Refuse new requests, let accepted ones finish for `drain_s` seconds, abort the rest, end the thread."""
-        with self._lock:
-            self._accepting = False
-            self._stop_at = time.monotonic() + drain_s
-            self._inbox.put(None)
+        self._door.shut(drain_s)
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
 
@@ -246,42 +192,31 @@ class Engine:
             self._serve()
         except Exception as error:  # a fault outside of any step; nobody may be left waiting for a dead thread
             log.exception("the engine died")
-            self._die(f"the loop failed with {type(error).__name__}")
-        reason = FinishReason.ABORT if self._failure is None else FinishReason.ERROR
+            self._door.fail(f"the loop failed with {type(error).__name__}")
+        reason = FinishReason.ABORT if self._door.failure is None else FinishReason.ERROR
         self._take_mail(wait=False)  # nothing can be put behind this: no request is accepted any more
         for sequence in [*self._running, *self._waiting]:
-            self._finish(sequence, reason, self._failure)
+            self._finish(sequence, reason, self._door.failure)
         self._memory.clear()
 
     def _serve(self) -> None:
-        while self._failure is None:
+        while self._door.failure is None:
             is_idle = not (self._running or self._waiting)
             self._take_mail(wait=is_idle)
             if is_idle:
                 self._counted_until = time.perf_counter()
-            if self._stop_at is not None and (not self._open or time.monotonic() >= self._stop_at):
+            if self._door.is_over:
                 return
             if self._running or self._waiting:
                 self._step_or_fail()
 
-    def _die(self, why: str) -> None:
-        with self._lock:
-            self._accepting = False
-            self._failure = why
-
     def _take_mail(self, *, wait: bool) -> None:
-        """Read the inbox: new sequences, ids to abort, or None for "look at the stop time"."""
-        try:
-            mail = self._inbox.get(timeout=_IDLE_WAIT_S) if wait else self._inbox.get_nowait()
-            while True:
-                if isinstance(mail, Sequence):
-                    self._waiting.append(mail)
-                elif isinstance(mail, str):
-                    for sequence in [s for s in (*self._running, *self._waiting) if s.request.id == mail]:
-                        self._finish(sequence, FinishReason.ABORT)
-                mail = self._inbox.get_nowait()
-        except queue.Empty:
-            return
+        for mail in self._door.mail(wait=wait):
+            if isinstance(mail, Sequence):
+                self._waiting.append(mail)
+                continue
+            for sequence in [s for s in (*self._running, *self._waiting) if s.request.id == mail]:
+                self._finish(sequence, FinishReason.ABORT)
 
     def _step_or_fail(self) -> None:
         """One step; if it raises, its sequences fail, and after a few failures in a row so does the engine.
@@ -299,8 +234,8 @@ class Engine:
                 self._finish(sequence, FinishReason.ERROR, _why(error))
             if self._failed_steps >= _FAILURES_TO_DIE and not (isinstance(error, NothingScored) and can_score(self.target)):
                 cause = type(error.__cause__ or error).__name__
-                self._die(f"{self._failed_steps} steps in a row failed, the last with {cause}")
-        self._last_step = time.monotonic()
+                self._door.fail(f"{self._failed_steps} steps in a row failed, the last with {cause}")
+        self._door.sign()
 
     def step(self) -> None:
         """Admit, draft, score, commit, emit."""
@@ -328,68 +263,37 @@ class Engine:
             step = StepStats(sequence.asked.name, arm=sequence.request.arm, verify_s=share)
             step.num_prompt_tokens = sequence.newly_read()
             fed = range(len(sequence.rows) - part.start)
+            rate_prompt(sequence, part.start, part.prompt_logits)
             step.halts = tuple(show_hidden(sequence, self._drafters, part.start, part.hidden, fed))
             self._memory.share(sequence)
             records.append((sequence.stats, step))
         blocks: list[tuple[Sequence, Block]] = []
         for item in parts.scored:
-            block = self._settle(item, share, records)
-            if block is not None:
-                blocks.append((item.draft.sequence, block))
+            sequence, has_read = item.draft.sequence, item.draft.sequence.num_pending > 1
+            settled = settle(item, share, pool=self.target.pool, drafters=self._drafters, auto=auto)
+            if isinstance(settled, str):
+                self._finish(sequence, FinishReason.ERROR, settled)
+                continue
+            if has_read:
+                self._memory.share(sequence)
+            records.append((sequence.stats, settled.counted))
+            blocks.append((sequence, settled.block))
         if auto is not None and parts.num_passes == 1:  # what several passes took is the price of none
             auto.forwarded(num_rows, 1000 * parts.verify_s)
             if was_decoding and blocks:
                 given = [(sequence, len(block.token_ids)) for sequence, block in blocks]
-                self._learn(auto, given, 1000 * (time.perf_counter() - begin))
+                end_step(auto, self.steering, given, 1000 * (time.perf_counter() - begin))
         since, self._counted_until = self._counted_until, time.perf_counter()
         close_step(records, self._counted_until - since, time.monotonic())
         times = StepTimes(draft_ns, verify_ns, commit_ns, time.time_ns())
         # Observers first: whoever reads the counters right after an answer should find it counted.
-        self._tell(lambda observer: observer.on_step(by_schedule(step for _, step in records)))
+        self.outlet.on_step(by_schedule(step for _, step in records))
         for sequence, block in blocks:
-            self._emit(sequence, replace(block, times=times))
-
-    def _learn(self, auto: AutoBudget, given: list[tuple[Sequence, int]], ms: float) -> None:
-        """What a step of decoding gave each sequence, in tokens, and that it took `ms` in all."""
-        auto.stepped((sequence.schedule.name for sequence, _ in given), tokens=sum(count for _, count in given), ms=ms)
-        if self.steering is None:
-            return
-        for asked in {sequence.asked.name for sequence, _ in given}:
-            own = [count for sequence, count in given if sequence.asked.name == asked and sequence.asked.is_auto]
-            if own:
-                self.steering.stepped(asked, tokens=sum(own), ms=ms * len(own) / len(given), plain_ms=auto.plain_ms)
-
-    def _settle(self, scored: Scored, share: float, records: list[tuple[RequestStats, StepStats]]) -> Block | None:
-        """Verify and commit one sequence, and count it. A fault here is that sequence's own: it ends, the others go on."""
-        sequence = scored.draft.sequence
-        has_read = sequence.num_pending > 1
-        try:
-            if not scored.is_sound:
-                raise ArithmeticError("the target's logits are NaN or infinite")
-            start = time.perf_counter()
-            verdict = decide(scored)
-            rule_s = time.perf_counter() - start
-            if self.auto is not None:
-                self.auto.verified(scored.draft.growth.tree, scored.nodes, verdict.path, sequence.record)
-            block = commit(scored, verdict, self.target.pool, self._drafters)
-            if sequence.stats.num_steps < sequence.request.trace_steps:
-                block = replace(block, trace=traced(scored, verdict, len(block.token_ids), share))
-        except ConstraintError as error:
-            log.warning("request %s ends with an error: %s", sequence.request.id, error)
-            self.target.pool.release(scored.rows)
-            self._finish(sequence, FinishReason.ERROR, f"The grammar cannot be followed: {error}.")
-            return None
-        except Exception:
-            log.exception("request %s ends with an error", sequence.request.id)
-            self.target.pool.release(scored.rows)
-            self._finish(sequence, FinishReason.ERROR, _FAILED)
-            return None
-        counted = count_step(scored, verdict, block, verify_s=share, rule_s=rule_s)
-        counted.num_prompt_tokens = sequence.newly_read()
-        if has_read:
-            self._memory.share(sequence)
-        records.append((sequence.stats, counted))
-        return block
+            block = replace(block, times=times)
+            if block.finish is None:
+                self.outlet.send(sequence, block)
+            else:
+                self._finish(sequence, block.finish, block=block)
 
     def _admit(self) -> None:
         """Move waiting sequences to the running ones, in order of arrival, as far as slots and rows go."""
@@ -416,21 +320,6 @@ class Engine:
             close_drafters(sequence, self._drafters, keep=True)
             self._memory.leave(sequence, keep=True)
 
-    def _emit(self, sequence: Sequence, block: Block) -> None:
-        if block.finish is not None:
-            self._finish(sequence, block.finish, block=block)
-        else:
-            delta = Delta(
-                sequence.request.id,
-                block.token_ids,
-                block.creators,
-                block.text,
-                block.logprobs,
-                trace=block.trace,
-                times=block.times,
-            )
-            self._send(sequence, delta)
-
     def _finish(
         self, sequence: Sequence, reason: FinishReason, error: str | None = None, block: Block | None = None
     ) -> None:
@@ -440,44 +329,11 @@ class Engine:
         close_drafters(sequence, self._drafters, keep=is_sound)
         self._memory.leave(sequence, keep=is_sound)
         sequence.stats.finished_s = time.monotonic()
-        with self._lock:
-            self._open.discard(sequence.request.id)
-        self._tell(lambda observer: observer.on_finish(sequence.stats, reason))
-        self._send(
-            sequence,
-            Delta(
-                sequence.request.id,
-                block.token_ids if block else (),
-                block.creators if block else (),
-                block.text if block else "",
-                block.logprobs if block else (),
-                finish_reason=reason,
-                error=error,
-                stats=sequence.stats,
-                trees=tuple(sequence.trees),
-                trace=block.trace if block else None,
-                times=block.times if block else None,
-            ),
-        )
-
-    def _send(self, sequence: Sequence, delta: Delta) -> None:
-        try:
-            sequence.request.emit(delta)
-        except Exception:  # the receiver is gone or broken; that is no reason to stop serving the others
-            log.exception("the receiver of request %s failed", sequence.request.id)
-
-    def tell_fallback(self, schedule: str, to: str, reason: str) -> None:
-        """Tell the observers that a breaker moved; on the engine's thread."""
-        self._tell(lambda observer: observer.on_fallback(schedule, to, reason))
-
-    def _tell(self, call: Callable[[Observer], None]) -> None:
-        for observer in self._observers:
-            try:
-                call(observer)
-            except Exception:
-                log.exception("an observer failed")
+        self._door.leave(sequence.request.id)
+        self.outlet.on_finish(sequence.stats, reason)
+        self.outlet.send_last(sequence, reason, error, block)
 
 
 def _why(error: BaseException) -> str:
     """What the caller is told of an error of ours; the rest is in the log."""
-    return _NO_MEMORY if is_out_of_memory(error.__cause__ or error) else _FAILED
+    return _NO_MEMORY if is_out_of_memory(error.__cause__ or error) else FAILED

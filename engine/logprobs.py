@@ -7,17 +7,18 @@ with, which is the row that plain decoding would have computed for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 
 import torch
 
 from engine.request import TokenLogprob
+from engine.sequence import Sequence
 
 LEAST = -9999.0  # instead of minus infinity, which JSON cannot carry; other servers use the same number
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: Sequence[int], offsets: Sequence[int], num_alternatives: int
+    logits: torch.Tensor, tokens: SequenceOf[int], offsets: SequenceOf[int], num_alternatives: int
 ) -> tuple[TokenLogprob, ...]:
     """What `logits` say of `tokens`.
 
@@ -38,6 +39,25 @@ def token_logprobs(
             tokens, own, best.indices.tolist(), best.values.tolist(), offsets, strict=True
         )
     )
+
+
+def rate_prompt(sequence: Sequence, start: int, logits: torch.Tensor | None) -> None:
+    """Note what `logits` ``[n, vocab]``, the rows of tokens `start` and up, say of the prompt's tokens behind each of them.
+
+    A text that had to give way is read again; what is known already is passed over.
+    """
+    if logits is None:
+        return
+    first = len(sequence.prompt_logprobs) + 1  # index of the next token to rate
+    last = min(start + len(logits), sequence.num_prompt - 1)
+    assert first >= start + 1, f"token {first} of the prompt was passed over"
+    if last < first:
+        return
+    rows = logits[first - 1 - start : last - start]
+    tokens = sequence.tokens[first : last + 1]
+    count = sequence.request.num_logprobs
+    assert count is not None, "checked at the door"
+    sequence.prompt_logprobs += token_logprobs(rows, tokens, [0] * len(tokens), count)
 
 
 def _ranked(ids: list[int], values: list[float]) -> tuple[tuple[int, float], ...]:

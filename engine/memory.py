@@ -59,7 +59,7 @@ class Memory:
         It waits for the other one if more than half of what it would have to read comes in that way. That takes no longer
         than to read it itself, as the older one is ahead.
         """
-        if self._cache is None:
+        if self._cache is None or sequence.is_rated:
             return
         most = len(sequence.tokens) - 1
         longest, donor = 0, None
@@ -95,6 +95,8 @@ class Memory:
         if self._cache is None:
             return
         sequence.lease = self._cache.begin()
+        if sequence.is_rated:
+            return  # rows of the cache come without logits
         limit, _ = self._cache.match(sequence.tokens, len(sequence.tokens) - 1)
         for name in sequence.asked.drafters.values():
             drafter = self._drafters[name]

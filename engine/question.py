@@ -9,7 +9,10 @@ from dataclasses import dataclass, field, replace
 from drafters.base import Drafter, DraftRequest
 from engine.sequence import Sequence
 from scheduler.auto_budget import AutoBudget, Offer
+from scheduler.features import Moment, features
 from scheduler.schedule import Action, Signals
+from scheduler.traces import cost_ratio
+from tree.graft import GraftGrowth, TreeGraft
 from tree.growth import Ask, Growth
 from tree.tree import TokenTree
 
@@ -32,6 +35,8 @@ class Draft:
     hindrance: str | None = None  # why there is no drafting at all in this step: "prompt", "end"
     halts: list[tuple[str, str]] = field(default_factory=list)  # drafters that gave up in this step, and why
     declined: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # calls that would not have paid
+    ruled: list[int] = field(default_factory=list)  # drafting steps of the growth at which the rule called the medium
+    sized: str | None = None  # what bounded the tree, where prices did the cutting; see `scheduler.load`
     tree_s: float = 0.0  # in the policy: what to ask, where answers go, what is verified
 
     @property
@@ -60,8 +65,14 @@ def next_question(
         if action is Action.STOP:
             return None
         draft.step += 1
+        prices = auto
+        if action is Action.VALUE:
+            action = _by_rule(draft, auto)
+            if action is Action.STOP:
+                return None
+            prices = None if action is Action.MEDIUM else auto  # the rule has weighed the medium's price already
         names = list(schedule.drafters.values()) if action is Action.BEST else [schedule.drafters[action]]
-        question = _worthwhile(draft, names, drafters, auto, sharing)
+        question = _worthwhile(draft, names, drafters, prices, sharing)
         if question is not None:
             return question
         draft.exhausted.update(names)
@@ -105,6 +116,35 @@ def state_of(sequence: Sequence, drafter: Drafter) -> object:
     if drafter.name not in sequence.drafter_states:
         sequence.drafter_states[drafter.name] = drafter.open()
     return sequence.drafter_states[drafter.name]
+
+
+def _by_rule(draft: Draft, auto: AutoBudget | None) -> Action:
+    """What a V stands for now: free lookups first, then whom the schedule's rule names; nobody if he has no more to say."""
+    sequence, growth, schedule = draft.sequence, draft.growth, draft.sequence.schedule
+    rule, policy = schedule.rule, schedule.policy
+    assert rule is not None and isinstance(policy, TreeGraft) and isinstance(growth, GraftGrowth), "checked by the schedule"
+
+    def is_able(action: Action) -> bool:
+        name = schedule.drafters.get(action)
+        return name is not None and name not in draft.exhausted and not sequence.is_without(name)
+
+    if is_able(Action.LOOKUP):
+        return Action.LOOKUP
+    small, medium = schedule.drafters[Action.SMALL], schedule.drafters[Action.MEDIUM]
+    if is_able(Action.MEDIUM) and growth.num_steps < policy.steps:
+        moment = Moment(
+            context=len(sequence.tokens),
+            step=growth.num_steps,
+            steps=policy.steps,
+            calls=draft.ruled,
+            accepted_mean=sequence.accepted_mean,
+            cost_ratio=1.0 if auto is None else cost_ratio(auto.costs.profile, medium, len(sequence.tokens)),
+        )
+        row = features(growth.tree, growth.frontier(small), growth.frontier(medium), moment)
+        if rule.decide(row, len(draft.ruled)) and growth.ask(medium) is not None:
+            draft.ruled.append(growth.num_steps)
+            return Action.MEDIUM
+    return Action.SMALL if is_able(Action.SMALL) else Action.STOP
 
 
 def _worthwhile(

@@ -44,6 +44,7 @@ class Request:
     ignore_eos: bool = False  # the model's own end tokens are tokens like any other
     min_tokens: int = 0  # that many tokens come before any that ends the answer; stop strings count from the next one on
     num_logprobs: int | None = None  # log-probabilities of each token and that many alternatives, up to MAX_LOGPROBS; None: no
+    prompt_logprobs: bool = False  # those of the prompt's tokens too, with as many alternatives; `num_logprobs` must be set
     schedule: str | None = None  # None: the server's default
     budget: int | Literal["auto"] | None = None  # verified nodes per step, root included; None: the schedule's own
     grammar: Grammar | None = None  # what the answer must be a text of; None: anything
@@ -141,16 +142,16 @@ class RequestStats:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the target found one token of the answer, and what else it might have written there.
+    """How likely the target found one token of a text, and what else it might have written there.
 
     Natural logarithms of the probabilities that the model itself gives, over the tokenizer's vocabulary: before bias,
     penalties, temperature and everything else that shapes what is drawn. Finite, -9999 at least.
     """
 
     token_id: int
-    logprob: float
+    logprob: float | None  # None: the first token of a prompt, for which nothing came before
     alternatives: tuple[tuple[int, float], ...]  # likeliest first, then by id; the token itself is often among them
-    text_offset: int  # characters of the answer that are certain without this token
+    text_offset: int  # characters of the text that are certain without this token
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ class Delta:
     creators: tuple[str, ...] = ()  # who drafted each token: a drafter's name, or "target"
     text: str = ""  # newly final text; may lag behind token_ids (split characters, possible stop strings)
     logprobs: tuple[TokenLogprob, ...] = ()  # one per token, if asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # with the first token: of the prompt's tokens from the second on
     finish_reason: FinishReason | None = None
     error: str | None = None
     stats: RequestStats | None = None  # with the last delta
@@ -199,6 +201,7 @@ class StepStats:
     drafters: dict[str, DrafterCount] = field(default_factory=dict)
     drafter_steps: dict[str, int] = field(default_factory=dict)  # sequences in which this drafter had a node verified
     declined: dict[str, int] = field(default_factory=dict)  # drafter -> times asking it would not have been worth its price
+    sized: dict[str, int] = field(default_factory=dict)  # what bounded trees that were cut by price -> trees
     halts: tuple[tuple[str, str], ...] = ()  # (drafter, reason) for each drafter that gave a sequence up
     draft_s: float = 0.0
     tree_s: float = 0.0

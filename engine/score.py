@@ -24,6 +24,7 @@ class Scored:
     rows: list[int]  # cache rows of the pending text, then of `nodes` but the root; emptied by whoever takes them over
     logits: torch.Tensor  # [len(nodes), vocab]
     hidden: dict[int, torch.Tensor]  # captured layer -> [len(rows), hidden]
+    prompt_logits: torch.Tensor | None  # [pending text before the root, vocab], if wanted
     is_sound: bool  # False: NaN or infinite logits, off which nothing can be read
 
 
@@ -34,6 +35,7 @@ class Prefilled:
     sequence: Sequence
     start: int  # the first of them
     hidden: dict[int, torch.Tensor]  # captured layer -> [n, hidden]
+    prompt_logits: torch.Tensor | None = None  # [n, vocab], if wanted
 
 
 def score(
@@ -52,7 +54,8 @@ def score(
         for (sequence, count), rows in zip(prefills, taken, strict=False):
             start = len(sequence.rows)
             tokens = sequence.tokens[start : start + count]
-            segments.append(Segment(tokens, range(start, start + count), sequence.rows.view(), rows, ()))
+            wanted = range(count) if sequence.is_rated else ()
+            segments.append(Segment(tokens, range(start, start + count), sequence.rows.view(), rows, wanted))
         for draft, nodes, rows in zip(drafts, chosen, taken[len(prefills) :], strict=True):
             start_s = time.perf_counter()
             segments.append(_segment(draft.sequence, draft.growth, nodes, rows))
@@ -63,13 +66,16 @@ def score(
         seconds = time.perf_counter() - start_s
     fed = []
     for index, ((sequence, _), rows) in enumerate(zip(prefills, taken, strict=False)):
-        fed.append(Prefilled(sequence, len(sequence.rows), scores.hidden_of(index, len(rows))))
+        rated = scores.of(index) if sequence.is_rated else None
+        fed.append(Prefilled(sequence, len(sequence.rows), scores.hidden_of(index, len(rows)), rated))
         sequence.rows.extend(rows)
     results = []
     for index, (draft, nodes) in enumerate(zip(drafts, chosen, strict=True), start=len(prefills)):
         is_sound = all(sound[scores.offsets[index] : scores.offsets[index + 1]])
         hidden = scores.hidden_of(index, len(taken[index]))
-        results.append(Scored(draft, nodes, taken[index], scores.of(index), hidden, is_sound))
+        logits, before = scores.of(index), len(scores.of(index)) - len(nodes)
+        rated = logits[:before] if before else None
+        results.append(Scored(draft, nodes, taken[index], logits[before:], hidden, rated, is_sound))
     return fed, results, seconds
 
 
@@ -87,6 +93,6 @@ def _segment(sequence: Sequence, growth: Growth, nodes: list[int], rows: list[in
         positions=[*range(start, root + 1), *positions(tree, below, root)],
         prefix=sequence.rows.view(),
         rows=rows,
-        wanted=range(len(pending) - 1, len(pending) + len(below)),
+        wanted=range(0 if sequence.is_rated else len(pending) - 1, len(pending) + len(below)),
         visible=mask,
     )

@@ -12,7 +12,7 @@ import torch
 
 from engine.adjust import Tally
 from engine.constraint import Constraint
-from engine.request import DrafterCount, Request, RequestStats
+from engine.request import DrafterCount, Request, RequestStats, TokenLogprob
 from engine.text import TextStream
 from models.kv_cache import RowList
 from models.prefix_cache import Lease
@@ -54,6 +54,8 @@ class Sequence:
     retry_at: dict[str, int] = field(default_factory=dict)  # drafter that ran out of rows -> length of text to ask it again at
     trees: deque[TreeRecord] = field(default_factory=deque)
     record: TextRecord = field(default_factory=TextRecord)  # how drafters have fared on this text
+    accepted_mean: float = 0.0  # drafted tokens accepted per step, lately
+    last_entropy: float | None = None  # nats, of the target where the last token stands; kept for a selector of shapes
     constraint: Constraint | None = None  # where the answer is in its grammar, if it has one
     has_begun: bool = False  # its rows may come in; before, it may wait for those of another
     lease: Lease | None = None  # what of `rows` is the cache's too; None: nothing is cached
@@ -61,6 +63,7 @@ class Sequence:
     donor: Sequence | None = None  # who is reading the first `num_awaited` tokens of this text, too
     num_awaited: int = 0
     num_read: int = 0  # tokens of the prompt that were counted as read
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the second token of the prompt, and so on
     tally: Tally | None = None  # what penalties count in `tokens`; None until `tallied` is asked for it
 
     @property
@@ -97,6 +100,11 @@ class Sequence:
     def max_depth(self) -> int:
         """Deepest draft that can still be emitted: a step emits its path and one token more."""
         return self.max_total - len(self.tokens) - 1
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether log-probabilities of the prompt are still to come; they need a row of logits for each of its tokens."""
+        return self.request.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt - 1
 
     def is_without(self, drafter: str) -> bool:
         """Whether a drafter has given the sequence up, or has no rows for it for the time being."""

@@ -1,4 +1,4 @@
-"""Which nodes of every tree are verified in this step: all that the policies chose, or as many as pay.
+"""What prices have to do with a step: they hear how large it is, size its trees, and learn what it gave and took.
 
 Whether a drafter's call pays is asked in `engine.question`.
 """
@@ -9,6 +9,7 @@ import time
 
 from engine.question import Draft
 from engine.sequence import Sequence
+from engine.steering import Steering
 from scheduler.auto_budget import AutoBudget
 
 
@@ -38,7 +39,19 @@ def choose_nodes(drafts: list[Draft], auto: AutoBudget | None) -> list[list[int]
     sized = auto.choose([(drafts[index].growth.tree, chosen[index], drafts[index].sequence.record) for index in asking], names)
     for index, nodes in zip(asking, sized, strict=True):
         chosen[index] = nodes
+        drafts[index].sized = auto.reason
     return chosen
+
+
+def end_step(auto: AutoBudget, steering: Steering | None, given: list[tuple[Sequence, int]], ms: float) -> None:
+    """A step of decoding gave each sequence so many tokens, and took `ms` in all: prices and breakers learn from it."""
+    auto.stepped((sequence.schedule.name for sequence, _ in given), tokens=sum(count for _, count in given), ms=ms)
+    if steering is None:
+        return
+    for asked in {sequence.asked.name for sequence, _ in given}:
+        own = [count for sequence, count in given if sequence.asked.name == asked and sequence.asked.is_auto]
+        if own:
+            steering.stepped(asked, tokens=sum(own), ms=ms * len(own) / len(given), plain_ms=auto.plain_ms)
 
 
 def _cut(draft: Draft) -> list[int]:

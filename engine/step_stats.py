@@ -40,6 +40,7 @@ def by_schedule(steps: Iterable[StepStats]) -> list[StepStats]:
         _add_drafters(total.drafters, step.drafters)
         _add_counts(total.drafter_steps, step.drafter_steps)
         _add_counts(total.declined, step.declined)
+        _add_counts(total.sized, step.sized)
         add_up(total.depths, step.depths)
         total.token_gaps += step.token_gaps
         total.halts += step.halts

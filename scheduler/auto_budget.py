@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from scheduler.acceptance import LiveAcceptance, TextRecord
 from scheduler.drift import LiveCosts
-from scheduler.load import share_rows
+from scheduler.load import NO_NODES, share_rows
 from scheduler.sizing import may_pay, open_masses
 from tree.tree import TokenTree
 
@@ -80,6 +80,9 @@ class AutoBudget:
         self._history: dict[str, tuple[float, float]] = {}  # schedule -> (plain decoding's ms for the same tokens, ms), fading
         self._children: dict[tuple[str, int], list[float]] = {}  # (drafter, kind of parent) -> mean edge probability by rank
         self._step = _Step(1, 0, 1)
+        self._speculated = True  # somebody got a node in the last step that had any
+        self.reason = NO_NODES
+        """Why the last `choose` chose no more, in the words of `scheduler.load`."""
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 
@@ -159,7 +162,10 @@ class AutoBudget:
         curve = self.costs.curve(TARGET, room, sequences=step.sequences, context=step.context)
         # The sharing counts a row per tree; what is forwarded besides comes on top.
         fixed = step.base_rows - len(candidates)
-        share = share_rows(chances, curve[fixed:], rate=max(map(self.rate, schedules)))
+        # Alone, a sequence has nothing to flutter with: its trees differ from step to step, not its load.
+        speculated = self._speculated or step.sequences == 1
+        share = share_rows(chances, curve[fixed:], rate=max(map(self.rate, schedules)), speculated=speculated)
+        self._speculated, self.reason = share.speculates, share.reason
         return [sorted([0, *own[:count]]) for own, count in zip(ranked, share.nodes, strict=True)]
 
     def verified(self, tree: TokenTree, nodes: Iterable[int], path: Sequence[int], record: TextRecord | None = None) -> None:

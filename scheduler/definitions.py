@@ -17,6 +17,7 @@ from dataclasses import fields
 from types import NoneType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from scheduler.rule import Rule
 from scheduler.schedule import Action, Schedule, Word
 from tree.graft import TreeGraft
 from tree.growth import Policy
@@ -64,8 +65,9 @@ def define_schedule(
     greedy_verifier: str = "greedy",
     description: str = "",
     auto: bool = False,
+    rule: Rule | None = None,
 ) -> Schedule:
-    """The schedule `name`. `drafters` maps the letters S and M to names of the `available` drafters.
+    """The schedule `name`. `drafters` maps the letters S and M to names of the `available` drafters; V goes by `rule`.
 
     Raises ValueError, naming the schedule and the part of its definition, for what does not exist or does not fit.
     """
@@ -83,6 +85,7 @@ def define_schedule(
             actions,
             greedy_verifier,
             verifier,
+            rule=rule,
             is_auto=auto,
         )
     except ValueError as error:
@@ -105,6 +108,8 @@ def _actions(plan: str, drafters: Mapping[str, str], available: Collection[str])
     letters = set(plan) & set(names)
     if "B" in plan:  # the best of those named, or of both models
         letters |= set(drafters) or {"S", "M"}
+    if "V" in plan:
+        letters |= {*drafters, "S", "M"}
     actions = {}
     for letter in sorted(letters):
         drafter = drafters.get(letter, names[letter])

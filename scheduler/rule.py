@@ -61,11 +61,14 @@ class Rule:
 
     test: Test
     max_calls: int = 5
+    steps: int = 3  # drafting steps of a decoding step that it was fitted for
     report: Mapping[str, Any] = field(default_factory=dict, compare=False)  # of the fit, for people
 
     def __post_init__(self) -> None:
         if self.max_calls < 0:
             raise ValueError(f"max_calls must not be negative, got {self.max_calls}")
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
 
     def decide(self, row: Row, calls: int = 0) -> bool:
         """Whether to call now, after `calls` in this decoding step."""
@@ -94,6 +97,7 @@ class Rule:
             "rule": self.describe(),
             "test": _test_json(self.test),
             "max_calls": self.max_calls,
+            "steps": self.steps,
             "report": self.report,
         }
         return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
@@ -105,7 +109,8 @@ class Rule:
             document = json.loads(text)
             if document["format"] != FORMAT or document["version"] != VERSION:
                 raise ValueError(f"expected {FORMAT}, version {VERSION}")
-            return cls(_test(document["test"]), int(document["max_calls"]), document.get("report", {}))
+            report = document.get("report", {})
+            return cls(_test(document["test"]), int(document["max_calls"]), int(document["steps"]), report)
         except KeyError as error:
             raise ValueError(f"not a call rule: {error.args[0]!r} is missing") from error
         except (ValueError, TypeError, AttributeError) as error:

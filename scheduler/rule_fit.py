@@ -86,7 +86,7 @@ def fit_rule(steps: Steps, options: RuleFit | None = None) -> Rule:
         "single_signal": _single_signals(steps, rate, options),
         "permutation_importance": _importance(steps, test, rate, options),
     }
-    return Rule(test, options.max_calls, report)
+    return Rule(test, options.max_calls, steps.depth, report)
 
 
 def cross_fitted(steps: Steps, options: RuleFit | None = None) -> Totals:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
+from scheduler.rule import Rule
+from tree.graft import TreeGraft
 from tree.growth import Policy
 
-WORD = r"[NSMB]*\.*|[NSMB]+\*"
+WORD = r"[NSMBV]*\.*|[NSMBV]+\*"
 """Pattern of a plan's letters."""
 
 
@@ -25,6 +27,7 @@ class Action(Enum):
     SMALL = "S"
     MEDIUM = "M"
     BEST = "B"  # whichever of the schedule's drafters is worth most beyond its price
+    VALUE = "V"  # the medium drafter where the schedule's rule says that its call is worth it, else the small one
     STOP = "."
 
 
@@ -46,7 +49,7 @@ class Plan(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word over {N, S, M, B}, one letter per drafting step (TreeGraft, 2608.26112); `MSM..` stops after three.
+    """A word over {N, S, M, B, V}, one letter per drafting step (TreeGraft, 2608.26112); `MSM..` stops after three.
 
     A star repeats the letter before it for ever: `SM*` asks the small drafter once and then the medium one.
     """
@@ -55,7 +58,7 @@ class Word:
 
     def __post_init__(self) -> None:
         if not re.fullmatch(WORD, self.letters):
-            raise ValueError(f"plan {self.letters!r}: letters must be N, S, M or B; '.' or one '*' may come at the end")
+            raise ValueError(f"plan {self.letters!r}: letters must be N, S, M, B or V; '.' or one '*' may come at the end")
 
     def decide(self, signals: Signals) -> Action:
         """The letter of this step; STOP past the end."""
@@ -63,17 +66,6 @@ class Word:
         if letters.endswith("*"):
             return Action(letters[min(signals.step, len(letters) - 2)])
         return Action(letters[signals.step]) if signals.step < len(letters) else Action.STOP
-
-
-@dataclass(frozen=True, slots=True)
-class Always:
-    """One drafter until the growth policy has had enough; the end points of multi-drafter scheduling."""
-
-    action: Action
-
-    def decide(self, signals: Signals) -> Action:
-        """Always the same."""
-        return self.action
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +80,17 @@ class Schedule:
     greedy_verifier: str = "greedy"  # names of decision rules, at temperature 0 and above it
     sampling_verifier: str = "walk"
     fixed_plan: Plan | None = None  # the plan where prices do not decide; None: the same
+    rule: Rule | None = None  # what a V in the plan goes by
     is_auto: bool = False  # how much is drafted and verified follows from prices, and `budget` is the most
+
+    def __post_init__(self) -> None:
+        """ValueError for a plan by a rule that is not there, or for trees that say nothing to it."""
+        words = [plan.letters for plan in (self.plan, self.fixed_plan) if isinstance(plan, Word)]
+        if any(Action.VALUE.value in word for word in words):
+            if self.rule is None:
+                raise ValueError("plan: there is no rule for V to go by, see the setting `rule`")
+            if not isinstance(self.policy, TreeGraft) or not {Action.SMALL, Action.MEDIUM} <= set(self.drafters):
+                raise ValueError("plan: V chooses between a small and a medium drafter of policy treegraft")
 
     @property
     def budget(self) -> int:

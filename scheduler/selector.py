@@ -119,11 +119,15 @@ class SelectorConfig:
 
     verifier: str  # the rule it was trained for
     hidden: tuple[int, ...] = ()  # sizes of the hidden states among its features
+    inputs: tuple[str, ...] = SCALARS  # scalar features that it looks at
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        unknown = [name for name in self.inputs if name not in SCALARS]
+        if unknown:
+            raise ValueError(f"inputs: {unknown[0]!r} is not one of {', '.join(SCALARS)}")
         if any(size < 1 for size in self.hidden):
             raise ValueError(f"hidden must be sizes of at least 1, got {self.hidden}")
 
@@ -147,12 +151,13 @@ class Selector(nn.Module):
         self.body = nn.Sequential(*layers, output)
         self.center = nn.Buffer(torch.zeros(len(SCALARS)))
         self.scale = nn.Buffer(torch.ones(len(SCALARS)))
+        self._inputs = torch.tensor([float(name in config.inputs) for name in SCALARS])
         self._nodes = torch.tensor([shape.budget for shape in SHAPES])
 
     def forward(self, features: Tensor, hidden: Sequence[Tensor] = ()) -> Tensor:
         """`[rows, shapes]` logits for scalars `[rows, scalars]` and one `[rows, size]` per hidden state of the config."""
         assert len(hidden) == len(self.projections), f"{len(hidden)} hidden states, expected {len(self.projections)}"
-        parts = [(features - self.center) / self.scale]
+        parts = [(features - self.center) / self.scale * self._inputs]
         parts += [project(state.float()) for project, state in zip(self.projections, hidden, strict=True)]
         logits: Tensor = self.body(torch.cat(parts, dim=-1))
         return logits
@@ -190,7 +195,8 @@ class Selector(nn.Module):
         if tuple(json.loads(metadata["scalars"])) != SCALARS:
             raise ValueError(f"{path}: it has other features than this version; train it again")
         config = json.loads(metadata["config"])
-        selector = cls(SelectorConfig(config["verifier"], tuple(config["hidden"]), float(config["dropout"])))
+        inputs = tuple(config.get("inputs", SCALARS))
+        selector = cls(SelectorConfig(config["verifier"], tuple(config["hidden"]), inputs, float(config["dropout"])))
         try:
             selector.load_state_dict(weights)
         except RuntimeError as error:

@@ -15,7 +15,7 @@ which it gives no probability any more is never learned, however good it is some
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -114,8 +114,10 @@ def static_shapes(samples: Samples) -> dict[tuple[float, float], int]:
     return best
 
 
-def fit_selector(samples: Samples, verifier: str, options: SelectorFit | None = None) -> tuple[Selector, Mapping[str, Any]]:
-    """The selector and a report. With one prompt only nothing is held out, and the report says so."""
+def fit_selector(
+    samples: Samples, verifier: str, options: SelectorFit | None = None, *, inputs: Sequence[str] = SCALARS
+) -> tuple[Selector, Mapping[str, Any]]:
+    """The selector, which looks at `inputs` only, and a report. With one prompt nothing is held out, and the report says so."""
     options = options or SelectorFit()
     parts = folds(samples.groups, options.held_out)
     held = parts[0] if len(parts) > 1 else np.zeros(len(samples.groups), dtype=np.bool_)
@@ -124,10 +126,11 @@ def fit_selector(samples: Samples, verifier: str, options: SelectorFit | None = 
     overall = int(np.argmax(known.tokens.sum(axis=0) / known.ms.sum(axis=0)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        selector = Selector(SelectorConfig(verifier, dropout=options.dropout))
+        selector = Selector(SelectorConfig(verifier, inputs=tuple(inputs), dropout=options.dropout))
         _train(selector, known, static, options)
     report = {
         "shapes": len(SHAPES),
+        "inputs": list(inputs),
         "prompts": len(np.unique(samples.groups)),
         "trained": _judged(selector, known, static, overall),
         "held_out": _judged(selector, samples.take(held), static, overall) if held.any() else None,

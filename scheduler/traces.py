@@ -36,7 +36,7 @@ class Branch:
 
     parent: tuple[int, ...]  # node numbers, smaller than the node's own
     lp: tuple[float, ...]  # log-probability of the edge, by the drafter that scored it last
-    creator: str  # a letter per node, S or M: who drafted it first
+    creator: str  # a letter per node, N, S or M: who drafted it first
     path: tuple[int, ...]  # nodes on the target's path, from depth 1 down without a gap
     forwards: tuple[tuple[str, int], ...]  # letter and rows of every drafter forward, in order
 

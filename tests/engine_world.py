@@ -27,7 +27,7 @@ from models.sampling import SamplingParams
 from models.tail_lm import TailLM
 from scheduler.auto_budget import AutoBudget
 from scheduler.registry import build_schedules
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
 from tree.policies.chain import Chain
 
 _ids = itertools.count()
@@ -180,7 +180,7 @@ class World:
 
 def self_draft_chain(length: int = 5, drafter: str = "medium") -> Schedule:
     """A plain chain, for which acceptance rates mean what they say."""
-    return Schedule("chain", "test", Chain(length), Always(Action.MEDIUM), {Action.MEDIUM: drafter})
+    return Schedule("chain", "test", Chain(length), Word("M*"), {Action.MEDIUM: drafter})
 
 
 def greedy_reference(model: PreTrainedModel, prompt: Sequence[int], count: int, stop_tokens: Iterable[int] = ()) -> list[int]:

@@ -16,13 +16,13 @@ from engine.step_stats import by_schedule
 from scheduler.auto_budget import TARGET, AutoBudget
 from scheduler.cost import CostProfile, LatencyModel, Origin
 from scheduler.drift import DriftRule, LiveCosts
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
 from tests.engine_world import World, greedy_reference
 from tree.policies.sampled import Iid
 
 TinyModel = Callable[..., PreTrainedModel]
 FREE, DEAR = 1e-3, 1e3  # milliseconds of a call, and of a further row, where the target takes 10
-ALL = ("ngram", "small", "medium", "chain-small", "chain-medium", "talon", "talon-small", "treegraft")
+ALL = ("ngram", "small", "medium", "chain-small", "chain-medium", "talon", "talon-small", "adaptive", "treegraft")
 
 
 def prices(ms: float) -> AutoBudget:
@@ -39,6 +39,19 @@ def world(tiny_model: TinyModel, ms: float | None, **options: object) -> World:
     return World(target, small=tiny_model("llama", seed=1), medium=target, auto=auto, **options)  # type: ignore[arg-type]
 
 
+class StepLog:
+    """Keeps what observers are told."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepStats] = []
+
+    def on_step(self, steps: Sequence[StepStats]) -> None:
+        self.steps.extend(steps)
+
+    def on_finish(self, stats: RequestStats, reason: FinishReason) -> None:
+        pass
+
+
 @pytest.mark.parametrize("ms", [FREE, 1.0, DEAR])
 def test_the_text_does_not_depend_on_prices(tiny_model: TinyModel, ms: float) -> None:
     """Every schedule, several sequences at once, at T=0 against transformers' own generate."""
@@ -50,6 +63,19 @@ def test_the_text_does_not_depend_on_prices(tiny_model: TinyModel, ms: float) ->
             replies = running.run_all(prompts, schedule, max_tokens=16)
             assert [reply.tokens for reply in replies] == expected, schedule
             assert all(reply.stats.is_auto for reply in replies)
+
+
+@pytest.mark.parametrize(("ms", "reason"), [(FREE, "all"), (DEAR, "load")])
+def test_what_bounded_a_tree_is_counted(tiny_model: TinyModel, ms: float, reason: str) -> None:
+    """Free rows are all taken; where lookup has found something for nothing and a row is too dear, nothing is verified."""
+    log = StepLog()
+    priced = world(tiny_model, ms)
+    priced.engine.subscribe(log)
+    with priced as running:
+        reply = running.run([5, 6] * 8, "ngram", max_tokens=24)
+        running.run([5, 6] * 8, "ngram", max_tokens=24, budget=8)
+    found = sum((Counter(step.sized) for step in log.steps), Counter[str]())
+    assert set(found) == {reason} and found[reason] <= reply.stats.num_steps, "a number is no price"
 
 
 def test_a_seeded_answer_does_not_depend_on_prices(tiny_model: TinyModel) -> None:
@@ -74,17 +100,8 @@ def test_what_cannot_pay_is_not_done(tiny_model: TinyModel) -> None:
 
 def test_calls_that_were_declined_are_counted_per_drafter(tiny_model: TinyModel) -> None:
     """A report of few calls must tell a plan that wanted none from prices that forbade them; so must the observers' sums."""
-    seen: list[StepStats] = []
-
-    class Sums:
-        def on_step(self, stats: Sequence[StepStats]) -> None:
-            seen.extend(stats)
-
-        def on_finish(self, stats: RequestStats, reason: FinishReason) -> None:
-            pass
-
-    dear = world(tiny_model, DEAR)
-    dear.engine.subscribe(Sums())
+    dear, log = world(tiny_model, DEAR), StepLog()
+    dear.engine.subscribe(log)
     with dear as running:
         # The first token comes with the prompt, and before the last one there is no room for a draft.
         assert running.run([1, 2, 3], "chain-medium", max_tokens=12).stats.declined == {"medium": 10}
@@ -93,7 +110,7 @@ def test_calls_that_were_declined_are_counted_per_drafter(tiny_model: TinyModel)
         assert running.run([1, 2, 3], "ar", max_tokens=12).stats.declined == {}
     assert set(both) == {"small", "medium"} and all(both.values())
     sums = Counter[tuple[str, str]]()
-    for step in by_schedule(seen):
+    for step in by_schedule(log.steps):
         sums.update({(step.schedule, name): times for name, times in step.declined.items()})
     assert sums == {("chain-medium", "medium"): 10, **{("treegraft", name): times for name, times in both.items()}}
     with world(tiny_model, FREE) as running:
@@ -129,7 +146,7 @@ def test_auto_can_be_asked_for_where_there_are_prices(tiny_model: TinyModel) -> 
 
 def test_drawn_trees_are_never_sized(tiny_model: TinyModel) -> None:
     """Leaving out drawn nodes by their price would leave another distribution: refused when defined and when asked for."""
-    drawn = Schedule("drawn", "test", Iid(), Always(Action.MEDIUM), {Action.MEDIUM: "medium"})
+    drawn = Schedule("drawn", "test", Iid(), Word("M*"), {Action.MEDIUM: "medium"})
     with pytest.raises(ValueError, match="drawn"):
         check_rules(replace(drawn, is_auto=True), allow_lossy=False)
     with world(tiny_model, FREE, schedules=[drawn]) as running, pytest.raises(RequestError, match="at random"):

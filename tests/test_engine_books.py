@@ -34,7 +34,7 @@ class Running(World):
     def __init__(self, kind: str, **options: Any) -> None:
         small: Any = {"lm": TARGET, "head": toy_head(TARGET), "tail": tail_head(TARGET)}[kind]
         super().__init__(TARGET, small=small, medium=TARGET, budget=6, max_model_len=60, **options)
-        self.engine._accepting = True
+        self.engine._door.open()
 
     def step(self) -> None:
         self.engine._take_mail(wait=False)
@@ -136,7 +136,7 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _ in range(3000):
-            if not self.world.sequences and self.world.engine._inbox.empty():
+            if not self.world.sequences and not self.world.engine._door.has_mail:
                 break
             self.world.step()
         assert not self.world.sequences, "a request never ended"
@@ -156,7 +156,7 @@ def plain(prompt: list[int], count: int) -> list[int]:
     if key not in _plain:
         world = Running("lm", num_rows=1000, limits=Limits(prefix_cache=False))
         pending = world.submit(prompt, "ar", max_tokens=count)
-        while world.sequences or not world.engine._inbox.empty():
+        while world.sequences or world.engine._door.has_mail:
             world.step()
         _plain[key] = pending.result(timeout=1).tokens
     return _plain[key]
@@ -228,7 +228,7 @@ def test_a_cache_that_breaks_costs_hits_and_no_answer(monkeypatch: pytest.Monkey
     monkeypatch.setattr(world.lm.pool, "num_sound", lambda rows: (_ for _ in ()).throw(MemoryError("full")))
     pending = world.submit([1, 2, 3, 4], "treegraft", max_tokens=10)
     deadline = time.monotonic() + 60
-    while world.sequences or not world.engine._inbox.empty():
+    while world.sequences or world.engine._door.has_mail:
         assert time.monotonic() < deadline
         world.step()
         world.check()

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from engine.constraint import Allowed, Constraint, ConstraintError
 from engine.request import FinishReason, RequestError
 from models.sampling import SamplingParams
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
 from tests.engine_world import World
 from tests.grammar_world import Automaton, one_at_a_time, random_automaton
 from tree.growth import Answer, Candidates
@@ -92,7 +92,7 @@ def test_ratio_rules_stay_inside_the_grammar(tiny_model: TinyModel, policy: Any,
     """They weigh the target against what was drawn; both rows must be those of the grammar."""
     target, hostile = tiny_model("llama", VOCAB, 1), tiny_model("llama", VOCAB, 9)
     drawn = Schedule(
-        "drawn", "test", policy, Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, sampling_verifier=rule
+        "drawn", "test", policy, Word("M*"), {Action.MEDIUM: "medium"}, sampling_verifier=rule
     )
     for medium in (target, hostile):
         with World(target, medium=medium, stop_tokens=ENDS, schedules=[drawn]) as world:

@@ -18,7 +18,7 @@ from engine.noise import TargetNoise
 from engine.request import FinishReason, RequestError
 from engine.text import TextStream
 from models.sampling import SamplingParams, probabilities
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
 from tests.engine_world import World
 from tree.policies.sampled import Iid
 from verify.walk import race
@@ -112,7 +112,7 @@ def test_ratio_rules_write_enough_too(tiny_model: TinyModel) -> None:
     """They divide by what the drafter thought of an end token; the target's zero must win."""
     target = tiny_model("llama", VOCAB, 1)
     drawn = Schedule(
-        "drawn", "test", Iid(2, 3), Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, sampling_verifier="traversal"
+        "drawn", "test", Iid(2, 3), Word("M*"), {Action.MEDIUM: "medium"}, sampling_verifier="traversal"
     )
     with World(target, medium=target, stop_tokens=ENDS, schedules=[drawn]) as world:
         for seed in range(6):

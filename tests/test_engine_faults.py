@@ -362,7 +362,7 @@ def test_a_drafter_may_break_anywhere(tiny_model: TinyModel, where: str) -> None
 @pytest.mark.parametrize("where", ["decide", "commit"])
 def test_a_fault_in_one_sequence_is_its_own(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Rows taken for a tree come back whichever line after the forward raised; batch mates do not notice."""
-    from engine import engine as module
+    from engine import settle as module
 
     target = tiny_model("llama", VOCAB, 11)
     with World(target, medium=target) as world:

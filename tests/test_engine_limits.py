@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.request import FinishReason, RequestError
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
 from tests.engine_world import World, greedy_reference, self_draft_chain
 from tree.graft import TreeGraft
 
@@ -147,6 +147,6 @@ def test_a_plan_that_names_one_of_two_drafters_for_ever_ends(tiny_model: TinyMod
     """A drafter that is turned away again and again must not keep the engine asking: nobody else would be served."""
     target = tiny_model("llama", 40, 1)
     both = {Action.SMALL: "ngram", Action.MEDIUM: "medium"}
-    stubborn = Schedule("stubborn", "test", TreeGraft(small="ngram", steps=2), Always(Action.MEDIUM), both)
+    stubborn = Schedule("stubborn", "test", TreeGraft(small="ngram", steps=2), Word("M*"), both)
     with World(target, medium=target, schedules=[stubborn]) as world:
         assert len(world.run([1, 2, 3], "stubborn", max_tokens=12).tokens) == 12

@@ -68,6 +68,28 @@ def test_who_gave_way_goes_on_with_the_same_text(
     assert replies[0].stats.num_preemptions == 0, "the oldest never gives way"
 
 
+def test_a_prompt_is_rated_once_however_often_it_is_read(tiny_model: TinyModel, rash: None) -> None:
+    """Who gives way in the middle of a prompt, or behind it, reads it again; its numbers come with the first token, once."""
+    target = tiny_model("llama", VOCAB, 1)
+    asked = prompts(6, seed=4, longest=40)
+    options: dict[str, Any] = {"max_tokens": 30, "num_logprobs": 0, "prompt_logprobs": True}
+    limits = Limits(prefill_chunk=7)
+    with World(target) as roomy:
+        wanted = [_of_prompt(roomy.run(prompt, "ar", **options)) for prompt in asked]
+    with World(target, medium=target, num_rows=80, budget=8, limits=limits) as world:
+        replies = world.run_all(asked, "medium", **options)
+    assert sum(reply.stats.num_preemptions for reply in replies) >= 2, "there were rows for all: the test tests nothing"
+    for prompt, reply, want in zip(asked, replies, wanted, strict=True):
+        assert len(want) == len(prompt) - 1
+        assert _of_prompt(reply) == pytest.approx(want, abs=1e-4)
+
+
+def _of_prompt(reply: Reply) -> list[float]:
+    (told,) = [delta.prompt_logprobs for delta in reply.deltas if delta.prompt_logprobs]
+    assert told == next(delta for delta in reply.deltas if delta.token_ids).prompt_logprobs
+    return [one.logprob or 0.0 for one in told]
+
+
 @pytest.mark.parametrize("kind", ["head", "tail"])
 def test_heads_go_on_drafting_after_their_sequence_gave_way(tiny_model: TinyModel, kind: str, rash: None) -> None:
     """A head that is handed hidden states from the middle of a text must neither stop nor stumble; out of rows, it pauses."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ from scipy.stats import chi2
 from transformers import PreTrainedModel
 
 from engine.engine import Engine
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
+from scheduler.selected import Selected
+from scheduler.selector import SCALARS, Selector, SelectorConfig
 from tests.engine_world import World
 from tree.growth import Policy
 from tree.policies.chain import Chain
@@ -21,11 +23,21 @@ from tree.policies.sampled import Delayed, Iid, WithoutReplacement
 
 TinyModel = Callable[..., PreTrainedModel]
 
+
+
+class Moody(Selector):
+    """Paths side by side where the drafter is unsure at the root, one path where it is not."""
+
+    def select(self, features: Sequence[float], hidden: Sequence[torch.Tensor] = (), *, budget: int | None = None) -> Delayed:
+        return Delayed(2, 0, 2) if features[SCALARS.index("root_entropy")] > 0.9 else Delayed(1, 2, 0)
+
+
 SHAPES: dict[str, tuple[Policy, tuple[str, ...]]] = {
     "iid": (Iid(2, 2), ("walk", "naive", "specinfer", "spectr", "khisti", "traversal")),
     "delayed": (Delayed(2, 1, 2), ("walk", "naive", "specinfer", "spectr", "khisti", "traversal")),
     "chain": (Delayed(1, 3, 0), ("walk", "naive", "block", "traversal")),
     "distinct": (WithoutReplacement((2, 2)), ("walk", "specinfer-distinct", "traversal")),
+    "selected": (Selected(Moody(SelectorConfig("specinfer")), 6), ("walk", "specinfer", "traversal")),
     "one-sampled": (OneSampled(2, 2, 2, 8), ("walk", "naive")),
 }
 PAIRS = [(shape, rule) for shape, (_, rules) in SHAPES.items() for rule in rules]
@@ -34,7 +46,7 @@ VOCAB, LENGTH, PROMPT = 3, 3, [1]  # a prompt of one token: the first step has a
 
 def sampled(shape: str, rule: str) -> Schedule:
     policy = SHAPES[shape][0]
-    return Schedule("sampled", "test", policy, Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, sampling_verifier=rule)
+    return Schedule("sampled", "test", policy, Word("M*"), {Action.MEDIUM: "medium"}, sampling_verifier=rule)
 
 
 @pytest.mark.parametrize(("shape", "rule"), PAIRS)
@@ -92,7 +104,7 @@ def test_a_wrong_pair_is_refused_before_anything_is_served(
     tiny_model: TinyModel, policy: Policy, rule: str, reason: str
 ) -> None:
     """Such a schedule would write another law than the target's, and nobody would notice."""
-    wrong = Schedule("wrong", "test", policy, Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, sampling_verifier=rule)
+    wrong = Schedule("wrong", "test", policy, Word("M*"), {Action.MEDIUM: "medium"}, sampling_verifier=rule)
     model = tiny_model("llama", VOCAB, 6)
     with pytest.raises(ValueError, match=reason) as caught:
         World(model, medium=model, schedules=[wrong])
@@ -102,7 +114,7 @@ def test_a_wrong_pair_is_refused_before_anything_is_served(
 def test_a_lossy_rule_needs_leave(tiny_model: TinyModel) -> None:
     """Lossless is the default: a rule that changes the text must not start by a mistake in a schedule."""
     model = tiny_model("llama", VOCAB, 6)
-    lossy = Schedule("l", "test", Chain(2), Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, greedy_verifier="margin")
+    lossy = Schedule("l", "test", Chain(2), Word("M*"), {Action.MEDIUM: "medium"}, greedy_verifier="margin")
     with pytest.raises(ValueError, match="allow_lossy"):
         World(model, medium=model, schedules=[lossy])
     world = World(model, medium=model, schedules=[lossy], allow_lossy=True)

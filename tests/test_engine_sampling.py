@@ -19,7 +19,7 @@ from engine.adjust import Tally, adjusted
 from engine.noise import TargetNoise
 from engine.request import Delta, FinishReason, Request
 from models.sampling import SamplingParams, probabilities
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
 from tests.engine_world import Pending, Reply, World
 from tests.plain_adjust import plain_adjust
 from tree.policies.sampled import Iid
@@ -146,7 +146,7 @@ def test_ratio_rules_on_sampled_trees_keep_the_penalized_law(
     if history == "root":
         monkeypatch.setattr(engine.decide, "adjusted", _with_the_roots_history)
     drawn = Schedule(
-        "drawn", "test", Iid(2, 2), Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, sampling_verifier="traversal"
+        "drawn", "test", Iid(2, 2), Word("M*"), {Action.MEDIUM: "medium"}, sampling_verifier="traversal"
     )
     seen: Counter[tuple[int, ...]] = Counter()
     with World(target, medium=medium, schedules=[drawn]) as world:

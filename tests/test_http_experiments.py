@@ -141,6 +141,7 @@ def test_a_report_says_what_requests_did(server: Server) -> None:
     one = admin(server, "GET", "/told")
     for arm, tau, delta in zip(one["report"]["arms"], (1, 3), (0, 2), strict=True):
         assert (arm["tau"], arm["delta"], arm["num_output_tokens"]) == (tau, delta, 30 * arm["num_requests"])
+        assert arm["tau_per_answer"]["low"] <= arm["tau_per_answer"]["estimate"] == pytest.approx(tau)
         for figure in ("tokens_per_s", "time_to_first_token_s", "time_per_output_token_s"):
             assert 0 < arm[figure]["low"] < arm[figure]["estimate"] < arm[figure]["high"]
         rate, per_token = arm["tokens_per_s"], arm["time_per_output_token_s"]
@@ -214,11 +215,12 @@ def test_with_a_key_nothing_goes_without_it() -> None:
 def test_without_a_key_only_this_machine_is_answered(server: Server) -> None:
     """A proxy and a browser are on this machine too, and speak for others."""
     assert call(server, "GET").status_code == 200
-    for headers in ({"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}, {"Host": "evil.example"},
+    for headers in ({"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"},
                     {"Origin": "http://evil.example"}, {"Origin": "null"}):
         response = call(server, "POST", "", {"name": "x", "arms": ARMS}, headers=headers)
         assert response.status_code == 403 and "admin_key" in response.json()["error"]["message"], headers
     here = Headers({"host": "localhost:8000"})
+    assert not is_local("127.0.0.1", Headers({"host": "evil.example"})), "with API keys the edge does not look at it"
     assert is_local("127.0.0.1", here) and is_local("::1", Headers({"host": "[::1]:8000"}))
     assert is_local("127.0.0.1", Headers({"host": "localhost:8000", "origin": "http://localhost:8000"}))
     assert not any(is_local(peer, here) for peer in ("10.0.0.5", "8.8.8.8", None, "testclient"))

@@ -235,3 +235,27 @@ def test_settings_of_lists_take_text_and_lists() -> None:
         values: dict[str, Any] = {"cors_origins": given}
         assert load_settings(None, values).cors_origins == ("https://a.example", "https://b.example")
     assert load_settings(None, {"cors_origins": ""}).cors_origins == ()
+
+
+OWN = ["localhost", "LOCALHOST:8000", "app.localhost", "127.0.0.1:1", "127.9.9.9", "[::1]:8000", "localhost."]
+STRANGE = ["evil.example", "evil.example:8000", "localhost.evil.example", "10.0.0.7", "[fe80::1]:8", "127.0.0.1.evil.example"]
+
+
+@pytest.mark.parametrize("host", OWN)
+def test_a_server_without_keys_answers_to_names_of_this_machine(host: str) -> None:
+    """However a client, a tunnel or a container spells them."""
+    with serve() as server:
+        assert server.client.get("/v1/models", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", STRANGE)
+def test_a_page_whose_name_was_made_to_point_here_gets_nothing(host: str, locked: Server) -> None:
+    """The browser sends such a page's calls as its own origin's, so CORS is no help; with keys the page would need one."""
+    with serve() as server:
+        for path in ("/v1/models", "/", "/metrics", "/admin/experiments"):
+            response = server.client.get(path, headers={"Host": host})
+            assert response.status_code == 400 and response.json()["error"]["message"].startswith("Host: ")
+        assert post(server, None, Host=host).status_code == 400
+    assert post(locked, f"Bearer {KEYS[0]}", Host=host).status_code == 200
+    with serve(allow_keyless=True) as server:
+        assert server.client.get("/v1/models", headers={"Host": host}).status_code == 200

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from app.serving import LoadedEngine
@@ -226,6 +227,42 @@ def test_an_echo_is_the_prompt_in_front(client: httpx.Client, prompt: Any, texts
     assert [choice["text"] for choice in whole["choices"]] == wanted
     pieces = joined(post(client, "completions", **body, echo=True, stream=True), "completions")
     assert [piece["text"] for piece in pieces] == wanted
+
+
+@pytest.mark.parametrize("length", [1, 2, 9, 300, 700])
+@pytest.mark.parametrize("schedule", ["ar", "treegraft"])
+def test_an_echo_brings_the_log_probabilities_of_the_prompt(
+    client: httpx.Client, tiny_model: TinyModel, length: int, schedule: str
+) -> None:
+    """Against the unmodified model over the whole text; streamed or not, prompt in the cache or not, however many chunks."""
+    prompt = "".join(chr(97 + (7 * i * i + i) % 26) for i in range(length))
+    body: dict[str, Any] = {"prompt": prompt, "temperature": 0, "max_tokens": 6, "speculative": {"schedule": schedule}}
+    answer = post(client, "completions", **body, echo=True, logprobs=3)["choices"][0]
+    told = answer["logprobs"]
+    ids = [ord(letter) for letter in prompt] + [name_to_id(name) for name in told["tokens"][length:]]
+    assert told["tokens"][:length] == list(prompt) and len(told["tokens"]) == length + 6
+    with torch.inference_mode():
+        rows = tiny_model("llama", 259, 3)(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    wanted = [float(rows[place - 1, token]) for place, token in enumerate(ids) if place]
+    assert told["token_logprobs"][0] is None and told["top_logprobs"][0] is None
+    assert told["token_logprobs"][1:] == pytest.approx(wanted, abs=2e-4)
+    assert told["text_offset"][: length + 1] == list(range(length + 1))
+    likeliest = [max(top.values()) for top in told["top_logprobs"][1:]]
+    assert likeliest == pytest.approx(rows[: len(likeliest)].max(dim=-1).values.tolist(), abs=2e-4)
+    again = post(client, "completions", **body, echo=True, logprobs=3)["choices"][0]
+    assert close(entries(again["logprobs"]), entries(told))
+    (streamed,) = joined(post(client, "completions", **body, echo=True, logprobs=3, stream=True), "completions")
+    assert close(streamed["logprobs"], entries(told)) and streamed["text"] == answer["text"]
+    silent = post(client, "completions", **body, logprobs=3)["choices"][0]
+    assert close([entry[:3] for entry in entries(silent["logprobs"])], [entry[:3] for entry in entries(told)[length:]])
+
+
+def test_offsets_of_an_echo_count_special_tokens_that_the_text_shows(client: httpx.Client) -> None:
+    """A prompt of ids is shown with their names, one of text as it was sent."""
+    ids = [*b"hi", END, *b"yo"]
+    told = post(client, "completions", prompt=ids, echo=True, logprobs=0, max_tokens=1, temperature=0)["choices"][0]
+    assert told["text"].startswith("hi<|endoftext|>yo")
+    assert told["logprobs"]["text_offset"] == [0, 1, 2, 15, 16, 17]
 
 
 @pytest.mark.parametrize("schedule", ["ar", *SCHEDULES])

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from app.serving import LoadedEngine
-from scheduler.schedule import Action, Always, Schedule
+from scheduler.schedule import Action, Schedule, Word
 from tests.engine_world import World
 from tests.http_engine import Server, serve
 from tree.growth import Policy
@@ -23,7 +23,7 @@ PROMPT = "some text"
 
 
 def schedule(name: str, policy: Policy, greedy_verifier: str) -> Schedule:
-    return Schedule(name, "test", policy, Always(Action.MEDIUM), {Action.MEDIUM: "medium"}, greedy_verifier)
+    return Schedule(name, "test", policy, Word("M*"), {Action.MEDIUM: "medium"}, greedy_verifier)
 
 
 SCHEDULES = [

@@ -161,7 +161,7 @@ def test_a_mistake_of_ours_in_the_middle_is_an_error_event_without_internals(
     def broken(*_: object) -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr("app.answers.answer_metrics", broken)
+    monkeypatch.setattr("app.answer_body.answer_metrics", broken)
     response = server.complete(stream=True)
     assert "secret" not in response.text
     assert events(response)[-1]["error"]["type"] == "server_error"

@@ -313,7 +313,6 @@ def test_contradictions_are_refused(server: Server) -> None:
     """Two values that cannot both be honored are a mistake the caller wants to know about."""
     refused(server.complete(max_tokens=5, max_completion_tokens=6), "max_tokens")
     refused(server.complete(n=2, best_of=1), "best_of")
-    refused(server.complete(echo=True, logprobs=1), "echo", code="unsupported_parameter")
     refused(server.chat(top_logprobs=2), "top_logprobs")
     refused(server.chat(top_logprobs=2, logprobs=False), "top_logprobs")
     refused(server.complete(stream_options={"include_usage": True}), "stream_options")

@@ -109,14 +109,14 @@ def test_b9_min_p_holds_for_every_token(real: Real, schedule: str) -> None:
         assert (max(likeliest.values()) - logprob) / 1.5 <= math.log(2) + 1e-4
 
 
-def test_g2_echo_with_logprobs_is_right_or_refused(real: Real) -> None:
-    """Numbers for the prompt that are wrong would be worse than none; today they are refused by name."""
-    response = real.complete("x" * 600, echo=True, logprobs=1, max_tokens=1)
-    if response.status_code == 400:
-        assert response.json()["error"]["param"] == "echo"
-        return
-    told = response.json()["choices"][0]["logprobs"]
-    assert told["token_logprobs"][0] is None and all(map(math.isfinite, told["token_logprobs"][1:]))
+def test_g2_echo_with_logprobs_tells_of_every_token_of_the_prompt(real: Real) -> None:
+    """Of a prompt longer than a chunk, and the second time too, when its rows are in the cache."""
+    first, second = (
+        real.complete("x" * 600, echo=True, logprobs=1, max_tokens=1).json()["choices"][0]["logprobs"] for _ in range(2)
+    )
+    assert len(first["tokens"]) == len(first["token_logprobs"]) == 601
+    assert first["token_logprobs"][0] is None and all(map(math.isfinite, first["token_logprobs"][1:]))
+    assert second["token_logprobs"][1:] == pytest.approx(first["token_logprobs"][1:], abs=1e-4)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 0.01}, {"logit_bias": {str(i): -100 for i in range(200)}},

@@ -63,7 +63,7 @@ def test_drafters_of_a_plan() -> None:
         ({"policy": "treegraft", "options": {"pool": "mine"}, "plan": "MS"}, "options.pool must be one of 'paper'"),
         ({"policy": "prune_graft", "options": {"base": 3}}, "options.base must name a policy"),
         ({"policy": "adaptive_shape", "options": {"sure": 3}}, "options.sure must be an object"),
-        ({"plan": "XM"}, "letters must be N, S, M or B"),
+        ({"plan": "XM"}, "letters must be N, S, M, B or V"),
         ({"drafters": {"M": "large"}}, "'large' is not one of this server's: ngram, small, medium"),
         ({"drafters": {"Q": "small"}}, "'Q' is not a letter"),
         ({"available": ["ngram"]}, "'medium' is not one of this server's: ngram"),

@@ -273,7 +273,7 @@ TESTS = [
 @pytest.mark.parametrize("test", TESTS)
 def test_a_rule_survives_its_file_and_decides_alike_in_bulk(test: object) -> None:
     """Fitted in bulk, used row by row, by another process."""
-    rule = Rule(test, 2, {"steps": 10})  # type: ignore[arg-type]
+    rule = Rule(test, 2, report={"steps": 10})  # type: ignore[arg-type]
     again = Rule.from_json(rule.to_json())
     assert again == rule and again.report == {"steps": 10}
     generator = random.Random(5)

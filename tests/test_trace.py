@@ -91,7 +91,7 @@ def test_every_word_is_as_if_it_had_been_alone(kind: str, tiny_model: TinyModel)
             tree, forwards = alone(here, known, how, record.position - 1, word)
             assert branch.parent == tuple(tree.parent[1:]), word
             assert branch.lp == pytest.approx(tuple(tree.lp[1:]), abs=1e-4)
-            assert [{"S": how.drafters["S"].name, "M": "medium"}[c] for c in branch.creator] == tree.creator[1:]
+            assert [how.drafters[letter].name for letter in branch.creator] == tree.creator[1:]
             for letter in "SM":
                 own = [rows for by, rows in branch.forwards if by == letter]
                 assert (len(own), sum(own)) == forwards[letter], f"{word}: {branch.forwards}"
@@ -111,11 +111,17 @@ def alone(world: World, known: Text, how: Plan, root: int, word: str) -> tuple[o
         known.tokens[root], stop_tokens=frozenset(), max_depth=trails["S"].num_left - 1, vocab_size=259
     )
     counts = dict.fromkeys("SM", (0, 0))
-    for letter in word:
-        drafter = how.drafters[letter]
-        ask = growth.ask(drafter.name)
+    for letter in [*word, ""]:
+        while "N" in how.drafters and (ask := growth.ask("ngram")) is not None:
+            size = len(growth.tree)
+            (answer,) = how.drafters["N"].propose([trails["N"].ask(growth.tree, ask.nodes, ask.width)])
+            growth.attach("ngram", answer)
+            if len(growth.tree) == size:
+                break
+        ask = growth.ask(how.drafters[letter].name) if letter else None
         if ask is None:
             continue
+        drafter = how.drafters[letter]
         lm = getattr(drafter, "lm", None)
         before = (0, 0) if lm is None else (lm.num_forwards, lm.num_rows_forwarded)
         (answer,) = drafter.propose([trails[letter].ask(growth.tree, ask.nodes, ask.width, rescore=ask.rescore)])

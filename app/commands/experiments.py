@@ -125,7 +125,7 @@ def report(name: Name, url: Url = _URL, admin_key: Key = None, as_json: Json = F
             _interval(arm["tokens_per_s"]),
             _interval(arm["time_to_first_token_s"], 1000),
             _interval(arm["time_per_output_token_s"], 1000),
-            _figure(arm["tau"]),
+            _interval(arm["tau_per_answer"]),
             _figure(arm["delta"]),
         )
         for arm in one["report"]["arms"]

@@ -68,6 +68,7 @@ def _fit_selector(file: Path, out: Path, profile: Path | None) -> None:
     from app.commands.serve import say
     from app.commands.trace import named_profile
     from app.measure import show
+    from scheduler.selected import SERVED
     from scheduler.selector_fit import fit_selector
     from scheduler.selector_samples import priced_samples, read_labels
 
@@ -78,7 +79,7 @@ def _fit_selector(file: Path, out: Path, profile: Path | None) -> None:
         prices = labels.profile if profile is None else named_profile(profile)
         if prices is None:
             fail(f"{file} holds no prices: name some with --profile")
-        selector, report = fit_selector(priced_samples(labels, prices), labels.header.verifier)
+        selector, report = fit_selector(priced_samples(labels, prices), labels.header.verifier, inputs=SERVED)
         selector.save(out)
     except (ValueError, OSError) as error:
         message = describe(error)

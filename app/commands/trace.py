@@ -86,13 +86,12 @@ def trace(
 
     # The engine's thread is gone; from here on this one computes, and it alone.
     target, start, count = engine.target, time.monotonic(), 0
-    drafters = list(plan.drafters.values())
 
     def memory_of(text: Text, layers: tuple[int, ...]) -> Memory:
         return read_text(target, text.tokens, layers, chunk=settings.prefill_chunk)
 
     header = Header(
-        engine.model_id, drafters[0].name, drafters[1].name, drafting_steps, schedule.budget, stride, FEATURES
+        engine.model_id, plan.drafters["S"].name, plan.drafters["M"].name, drafting_steps, schedule.budget, stride, FEATURES
     )
     with out.open("w", encoding="utf-8") as file:
         file.write(header_line(header, profile))
@@ -100,7 +99,7 @@ def trace(
             if minutes is not None and time.monotonic() - start > 60 * minutes:
                 say(f"time is over; {len(texts) - number} prompts are left out")
                 break
-            if memory_rows([text], drafters) > target.pool.num_free:
+            if memory_rows([text], list(plan.drafters.values())) > target.pool.num_free:
                 say(f"prompt {number} is left out: kv_rows has no room for its text twice")
                 continue
             try:

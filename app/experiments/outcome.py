@@ -29,6 +29,12 @@ class Outcome:
     wait_s: float | None  # until the first token
     rate: float | None  # tokens per second from the first step's end to the last one's; None: too short, or not finished
 
+    @property
+    def tau(self) -> float | None:
+        """Tokens per verification; None for an answer that is not whole."""
+        is_whole = self.reason in (FinishReason.STOP, FinishReason.LENGTH) and self.num_steps > 0
+        return self.num_output_tokens / self.num_steps if is_whole else None
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:

@@ -115,6 +115,7 @@ def _arm(arm: Arm, tally: ArmTally, alpha: float) -> dict[str, Any]:
         "time_per_output_token_s": _interval(per_token),
         "time_to_first_token_s": _interval(mean_interval(tally.log_wait, alpha)),
         "tau": _ratio(tally.num_output_tokens, tally.num_steps),
+        "tau_per_answer": _interval(mean_interval(tally.log_tau, alpha)),
         "delta": _ratio(tally.num_forwards, tally.num_steps),
         "tokens_per_compute_s": _ratio(tally.num_output_tokens, compute_s),
     }

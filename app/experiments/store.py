@@ -28,7 +28,7 @@ from app.experiments.tally import ArmTally, UnitSums, from_sums
 FILE = "experiments.sqlite3"
 ROWS_KEPT = 100_000  # outcomes, of all experiments together
 ENDED_KEPT = 100  # experiments
-_VERSION = 1
+_VERSION = 2
 _BUSY_MS = 1000  # how long another program may hold the file before a write gives up
 _COLUMNS = [one.name for one in fields(Outcome)]
 _SCHEMA = (
@@ -37,7 +37,7 @@ _SCHEMA = (
     "CREATE TABLE events(id INTEGER PRIMARY KEY, experiment TEXT NOT NULL, at_s REAL, what TEXT, detail TEXT)",
     "CREATE TABLE tallies(experiment TEXT, arm TEXT, data TEXT NOT NULL, PRIMARY KEY(experiment, arm)) WITHOUT ROWID",
     "CREATE TABLE units(experiment TEXT, arm TEXT, unit TEXT, num_rates INTEGER, log_rates REAL, num_waits INTEGER, "
-    "log_waits REAL, PRIMARY KEY(experiment, arm, unit)) WITHOUT ROWID",
+    "log_waits REAL, num_taus INTEGER, log_taus REAL, PRIMARY KEY(experiment, arm, unit)) WITHOUT ROWID",
     f"CREATE TABLE outcomes(id INTEGER PRIMARY KEY, {', '.join(_COLUMNS)})",
     "CREATE TABLE server(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     f"PRAGMA user_version = {_VERSION}",
@@ -147,7 +147,7 @@ class Store:
                 [(*key, json.dumps(tally.sums())) for key, tally in tallies.items()],
             )
             sql.executemany(
-                "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, ?, ?, ?)",
+                "INSERT OR REPLACE INTO units VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 [(*key, *astuple(sums)) for key, sums in units.items()],
             )
 

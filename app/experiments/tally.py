@@ -75,11 +75,13 @@ class UnitSums:
     log_rates: float = 0.0
     num_waits: int = 0
     log_waits: float = 0.0
+    num_taus: int = 0
+    log_taus: float = 0.0
 
 
 @dataclass(slots=True)
 class ArmTally:
-    """All that is known of one arm. Logarithms are natural, of tokens per second and of seconds."""
+    """All that is known of one arm. Logarithms are natural, of tokens per second, of seconds, of tokens per step."""
 
     num_requests: int = 0  # ended, however
     num_aborted: int = 0  # the caller went away
@@ -92,6 +94,7 @@ class ArmTally:
     verify_s: float = 0.0
     log_rate: Moments = field(default_factory=Moments)
     log_wait: Moments = field(default_factory=Moments)  # until the first token
+    log_tau: Moments = field(default_factory=Moments)
     units: dict[str, UnitSums] = field(default_factory=dict)
 
     def add(self, outcome: Outcome) -> None:
@@ -112,17 +115,22 @@ class ArmTally:
             value = math.log(outcome.wait_s)
             self.log_wait.add(value, unit.num_waits, unit.log_waits)
             unit.num_waits, unit.log_waits = unit.num_waits + 1, unit.log_waits + value
+        if outcome.tau:
+            value = math.log(outcome.tau)
+            self.log_tau.add(value, unit.num_taus, unit.log_taus)
+            unit.num_taus, unit.log_taus = unit.num_taus + 1, unit.log_taus + value
 
     def sums(self) -> dict[str, Any]:
         """All but the units, as JSON values."""
         plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _PARTS}
-        return {**plain, "log_rate": asdict(self.log_rate), "log_wait": asdict(self.log_wait)}
+        return {**plain, **{name: asdict(getattr(self, name)) for name in _MOMENTS}}
 
 
 def from_sums(data: Mapping[str, Any]) -> ArmTally:
     """The tally, without its units, that :meth:`ArmTally.sums` wrote."""
-    return ArmTally(**{**data, "log_rate": Moments(**data["log_rate"]), "log_wait": Moments(**data["log_wait"])})
+    return ArmTally(**{**data, **{name: Moments(**data[name]) for name in _MOMENTS}})
 
 
 _SUMMED = ("num_prompt_tokens", "num_output_tokens", "num_steps", "num_forwards", "draft_s", "verify_s")
-_PARTS = ("log_rate", "log_wait", "units")
+_MOMENTS = ("log_rate", "log_wait", "log_tau")
+_PARTS = (*_MOMENTS, "units")

@@ -59,7 +59,7 @@ class ChatDialect:
     def logprobs(self, tokens: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
         """One object per token, with the likeliest tokens at its place."""
 
-        def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        def entry(token_id: int, logprob: float | None) -> dict[str, Any]:
             shown = texts(token_id)
             return {"token": shown.text, "bytes": shown.bytes, "logprob": logprob}
 

@@ -10,9 +10,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from app.answers import answer, check_model
-from app.prompts import completion_prompts, prompt_texts
+from app.choice import Echo
+from app.prompts import completion_prompts, prompt_offsets, prompt_texts
 from app.protocol import CompletionBody
-from app.serving import Ready
+from app.serving import Ready, Serving
 from app.token_text import TokenTexts
 from app.tool_reading import CallPiece
 from engine.request import TokenLogprob
@@ -52,7 +53,9 @@ class CompletionDialect:
     def logprobs(self, tokens: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
         """Four lists with one item per token; the token itself is among the likeliest, as one too many if need be."""
 
-        def likeliest(one: TokenLogprob) -> dict[str, float]:
+        def likeliest(one: TokenLogprob) -> dict[str, float] | None:
+            if one.logprob is None:
+                return None
             shown: dict[str, float] = {}
             for token_id, logprob in (*one.alternatives, (one.token_id, one.logprob)):
                 shown.setdefault(texts(token_id).text, logprob)
@@ -69,12 +72,21 @@ class CompletionDialect:
 DIALECT = CompletionDialect()
 
 
+async def _echoes(serving: Serving, body: CompletionBody, prompts: Sequence[tuple[int, ...]]) -> list[Echo]:
+    """What the answers to each prompt begin with."""
+    texts = await prompt_texts(serving.tokenizer, body.prompt)
+    if body.logprobs is None:
+        return [Echo(text) for text in texts]
+    pairs = zip(texts, prompts, strict=True)
+    return [Echo(text, ids, tuple(await prompt_offsets(serving.tokenizer, ids, text))) for text, ids in pairs]
+
+
 @router.post("/v1/completions", response_model=None)
 async def create_completion(http: HttpRequest, serving: Ready, body: CompletionBody) -> Response:
     """Continue a prompt, or each of a list of prompts; ``index`` counts prompts times n."""
     check_model(serving, body.model)
     prompts = await completion_prompts(serving.tokenizer, body.prompt, vocab_size=serving.engine.vocab_size)
-    echoes = await prompt_texts(serving.tokenizer, body.prompt) if body.echo else None
+    echoes = await _echoes(serving, body, prompts) if body.echo else None
     spec = body.grammar_spec()
     grammar = None if spec is None else await serving.grammars.compile(spec)
     return await answer(http, serving, DIALECT, body, prompts, echoes, grammar=grammar)
