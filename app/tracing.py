@@ -142,7 +142,11 @@ class _Position:
             ask = growth.ask(drafter.name)
             if ask is None:
                 continue
-            forwards += [(letter, count) for count in _forwards(drafter, growth.tree, ask, seen[letter])]
+            # What one forward answers, as when a rule calls in a server; a head would need one more for every layer.
+            first, *more = ask.tops(growth.tree)
+            known = seen[letter]
+            ask = next((one for one in reversed(more) if len(_forwards(drafter, growth.tree, one, set(known))) <= 1), first)
+            forwards += [(letter, count) for count in _forwards(drafter, growth.tree, ask, known)]
             growth.attach(drafter.name, self._ask(letter, growth.tree, ask, seen[letter]))
         self._look_up(growth, seen)
         return self._branch(growth.tree, tuple(forwards))

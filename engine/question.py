@@ -14,7 +14,6 @@ from scheduler.schedule import Action, Signals
 from scheduler.traces import cost_ratio
 from tree.graft import GraftGrowth, TreeGraft
 from tree.growth import Ask, Growth
-from tree.tree import TokenTree
 
 _MOST_TURNED_AWAY = 64  # decisions in a row that found nothing to do: a plan may name one drafter for ever
 
@@ -65,14 +64,14 @@ def next_question(
         if action is Action.STOP:
             return None
         draft.step += 1
-        prices = auto
         if action is Action.VALUE:
             action = _by_rule(draft, auto)
             if action is Action.STOP:
                 return None
-            prices = None if action is Action.MEDIUM else auto  # the rule has weighed the medium's price already
+            if action is Action.MEDIUM:  # the rule has weighed the price already
+                return _called(draft, drafters[schedule.drafters[action]])
         names = list(schedule.drafters.values()) if action is Action.BEST else [schedule.drafters[action]]
-        question = _worthwhile(draft, names, drafters, prices, sharing)
+        question = _worthwhile(draft, names, drafters, auto, sharing)
         if question is not None:
             return question
         draft.exhausted.update(names)
@@ -147,6 +146,15 @@ def _by_rule(draft: Draft, auto: AutoBudget | None) -> Action:
     return Action.SMALL if is_able(Action.SMALL) else Action.STOP
 
 
+def _called(draft: Draft, drafter: Drafter) -> tuple[str, Ask]:
+    """The question that a call by the rule puts: as much of it as one forward answers, for which the rule was fitted."""
+    ask = draft.growth.ask(drafter.name)
+    assert ask is not None, "the rule does not call where there is nothing to ask"
+    first, *more = ask.tops(draft.growth.tree)
+    best = next((part for part in reversed(more) if len(drafter.passes(request(draft, part, drafter))) <= 1), first)
+    return drafter.name, best
+
+
 def _worthwhile(
     draft: Draft, names: list[str], drafters: Mapping[str, Drafter], auto: AutoBudget | None, sharing: int
 ) -> tuple[str, Ask] | None:
@@ -180,10 +188,4 @@ def _worthwhile(
 
 
 def _offers(draft: Draft, asks: list[tuple[str, Ask]], drafters: Mapping[str, Drafter]) -> Iterator[Offer]:
-    return (offer(draft, part, drafters[name]) for name, ask in asks for part in _parts(ask, draft.growth.tree))
-
-
-def _parts(ask: Ask, tree: TokenTree) -> list[Ask]:
-    """The question about the topmost nodes only, down to each depth in turn; last the whole question."""
-    depths = sorted({tree.depth[node] for node in ask.nodes})
-    return [replace(ask, nodes=tuple(node for node in ask.nodes if tree.depth[node] <= deepest)) for deepest in depths]
+    return (offer(draft, part, drafters[name]) for name, ask in asks for part in ask.tops(draft.growth.tree))

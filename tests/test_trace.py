@@ -122,6 +122,11 @@ def alone(world: World, known: Text, how: Plan, root: int, word: str) -> tuple[o
         if ask is None:
             continue
         drafter = how.drafters[letter]
+        first, *more = ask.tops(growth.tree)
+        for one in more:
+            if len(drafter.passes(trails[letter].ask(growth.tree, one.nodes, one.width, rescore=one.rescore))) <= 1:
+                first = one
+        ask = first
         lm = getattr(drafter, "lm", None)
         before = (0, 0) if lm is None else (lm.num_forwards, lm.num_rows_forwarded)
         (answer,) = drafter.propose([trails[letter].ask(growth.tree, ask.nodes, ask.width, rescore=ask.rescore)])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from tree.tree import TokenTree
@@ -33,6 +33,11 @@ class Ask:
     width: int  # candidates per node, at least 1
     rescore: bool = False  # also give the drafter's own log-prob for every child of a node it has looked at
     wants_rows: bool = False  # also give the distribution that children of `nodes` will be drawn from
+
+    def tops(self, tree: TokenTree) -> list[Ask]:
+        """The question about the topmost nodes only, down to each depth in turn; last the whole question."""
+        depths = sorted({tree.depth[node] for node in self.nodes})
+        return [replace(self, nodes=tuple(v for v in self.nodes if tree.depth[v] <= deepest)) for deepest in depths]
 
 
 @dataclass(frozen=True, slots=True)
