@@ -16,6 +16,7 @@ from models.sampling import SamplingParams
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
+DRAFTING = ("chain-small", "chain-medium", "adaptive", "guided", "treegraft")
 ASKED = ("Name three rivers in France.", "Write a Python function that adds two numbers.", "Why is the sky blue?")
 
 
@@ -31,10 +32,10 @@ def test_they_agree_with_their_target_and_change_nothing(loaded: LoadedEngine) -
     prompts = [encode(loaded.tokenizer, [Message.model_validate({"role": "user", "content": text})]) for text in ASKED]
     answers = {}
     with running(loaded.engine):
-        for schedule in ("ar", "chain-small", "chain-medium", "treegraft"):
+        for schedule in ("ar", *DRAFTING):
             questions = [Question(ids, 32, SamplingParams(temperature=0.0), schedule) for ids in prompts]
             answers[schedule] = ask_all(loaded.engine, questions, concurrency=1)
-    for schedule in ("chain-small", "chain-medium", "treegraft"):
+    for schedule in DRAFTING:
         assert [a.token_ids for a in answers[schedule]] == [a.token_ids for a in answers["ar"]], schedule
         steps = sum(answer.stats.num_steps for answer in answers[schedule])
         tokens = sum(answer.stats.num_output_tokens for answer in answers[schedule])
