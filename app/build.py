@@ -15,7 +15,7 @@ import torch
 
 from app import drafting
 from app.calibration import profile_for, read_profile
-from app.config import AUTO, MEASURE_COSTS, NO_COSTS, NONE, Settings
+from app.config import AUTO_RULE, MEASURE_COSTS, NO_COSTS, NO_RULE, Settings
 from app.drafting import NGRAM, LoadedDrafter, is_truncated, lm_row_bytes, vocab_size
 from app.serving import LoadedEngine
 from drafters.base import Drafter
@@ -160,18 +160,18 @@ def _set_prices(loaded: LoadedEngine, settings: Settings, progress: Progress) ->
 
 def _fitted(settings: Settings, names: dict[str, str]) -> tuple[Rule | None, Selector | None]:
     """What `guided` and `nde` go by; ValueError that names the setting for a file that holds no such thing."""
-    rule = _read("rule", settings.rule, "rule.json", names, lambda file: Rule.from_json(file.read_text("utf-8")))
-    return rule, _read("selector", settings.selector, "selector.safetensors", names, Selector.load)
+    rule_file = None
+    if settings.rule != NO_RULE:
+        rule_file = drafting.shipped_rule(names) if settings.rule == AUTO_RULE else Path(settings.rule)
+    rule = _read("rule", rule_file, lambda file: Rule.from_json(file.read_text("utf-8")))
+    return rule, _read("selector", settings.selector, Selector.load)
 
 
-def _read(setting: str, value: str, shipped: str, names: dict[str, str], read: Callable[[Path], Fitted]) -> Fitted | None:
-    if value == NONE:
-        return None
-    file = drafting.shipped(shipped, names) if value == AUTO else Path(value)
+def _read(setting: str, file: Path | None, read: Callable[[Path], Fitted]) -> Fitted | None:
     try:
         return None if file is None else read(file)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{setting} = {value!r}: {error}") from error
+        raise ValueError(f"{setting} = {str(file)!r}: {error}") from error
 
 
 def _default_schedule(settings: Settings, drafters: dict[str, Drafter]) -> str:

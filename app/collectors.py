@@ -242,6 +242,12 @@ class Collectors:
         self.rows = gauge("cache_rows", "Rows of a model's key-value cache, one per token.", ("owner",))
         in_flight = "Rows of texts in flight; the others are free, or kept for texts that begin alike."
         self.rows_used = gauge("cache_rows_used", in_flight, ("owner",))
+        self.row_bytes = gauge(
+            "cache_rows_touched_bytes",
+            "Bytes of cache rows that were used at least once. On a CPU the cache takes this much of memory by now; it grows "
+            "until all rows were used, and never shrinks.",
+            ("owner",),
+        )
         self.price_drift = gauge(
             "price_drift", "Measured over predicted milliseconds of a model's forwards, lately; 1 is as calibrated.", ("model",)
         )

@@ -74,9 +74,9 @@ def resolve(name: str | None, role: str, target: str) -> str | None:
     return NGRAM if role == "small" else TRUNCATED
 
 
-def shipped(name: str, names: Mapping[str, str]) -> Path | None:
-    """The file of that name made for these resolved drafters, by role; None if none comes with the program."""
-    file = SHIPPED / name
+def shipped_rule(names: Mapping[str, str]) -> Path | None:
+    """The rule that was fitted for these resolved drafters, by role; None if none comes with the program."""
+    file = SHIPPED / "rule.json"
     return file if set(names.values()) == {PRETRAINED} and len(names) == 2 and file.is_file() else None
 
 

@@ -47,6 +47,7 @@ class Metrics:
         for owner, (_, total) in engine.row_use.items():
             self.collectors.rows.labels(owner).set(total)
             self.collectors.rows_used.labels(owner).set_function(partial(_rows_used, engine, owner))
+            self.collectors.row_bytes.labels(owner).set_function(partial(_row_bytes, engine, owner))
         self._follow_prices(engine)
         self.collectors.build.labels(version(), engine.model_id).set(1)
 
@@ -185,6 +186,10 @@ def _plays(engine: Engine, index: int) -> float:
 def _tuned_speed(engine: Engine, index: int) -> float:
     speed = _prices(engine).tuned[index].speed
     return math.nan if speed is None else speed
+
+
+def _row_bytes(engine: Engine, owner: str) -> float:
+    return engine.row_bytes[owner]
 
 
 def _rows_used(engine: Engine, owner: str) -> float:

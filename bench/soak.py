@@ -35,7 +35,7 @@ from app.measure import finish
 from app.proof import tolerance_of
 from bench.asking import Reply, ask, send_raw
 from bench.server_process import ServerFailed, ServerProcess
-from bench.soak_checks import Expected, Series, close_calls, read_metrics
+from bench.soak_checks import Acceptance, Expected, Series, accepted_per_step, close_calls, read_metrics
 from bench.soak_mix import COMPLETIONS, Malformed, Move, Offer, Question, draw, malformed, plain, questions
 from bench.soak_report import checks, show_soak
 from models.loading import Placement, choose_placement
@@ -76,6 +76,7 @@ class Plan:
     expected: Mapping[int, Sequence[Expected]]  # by number of the question, one per choice
     tolerance: float  # gap of log-probabilities that rounding may close
     is_exact: bool = True  # activations in float32: noise does not need excuses
+    accepted: float | None = None  # drafted tokens per step of all questions, asked alone; None: nothing was verified
 
 
 async def prepare(client: httpx.AsyncClient, tolerance: float, *, is_exact: bool) -> Plan:
@@ -104,7 +105,18 @@ async def prepare(client: httpx.AsyncClient, tolerance: float, *, is_exact: bool
             Expected(text, reason or "", reply.num_tokens, calls)
             for text, reason in zip(reply.texts, reply.reasons, strict=True)
         ]
-    return Plan(known, malformed(offer), offer, expected, tolerance, is_exact)
+    accepted = await _default_alone(client, known)
+    return Plan(known, malformed(offer), offer, expected, tolerance, is_exact, accepted)
+
+
+async def _default_alone(
+    client: httpx.AsyncClient, known: Sequence[Question], take: Callable[[Question, Reply], None] = lambda question, reply: None
+) -> float | None:
+    """Ask every question alone under the default schedule: drafted tokens that were accepted per step."""
+    before = read_metrics((await client.get("/metrics")).text)
+    for question in known:
+        take(question, await ask(client, question.path, dict(question.body)))
+    return accepted_per_step(before, read_metrics((await client.get("/metrics")).text))
 
 
 def judge(soak: Soak, plan: Plan, question: Question, reply: Reply, how: str) -> None:
@@ -218,15 +230,19 @@ async def hammer(
             await asyncio.gather(watching, return_exceptions=True)
 
 
-async def ask_again(client: httpx.AsyncClient, soak: Soak, plan: Plan) -> None:
-    """Every question alone once more, by plain decoding and under the default schedule."""
+async def ask_again(client: httpx.AsyncClient, soak: Soak, plan: Plan) -> Acceptance | None:
+    """Every question alone once more, by plain decoding and under the default schedule; how drafts fare before and after."""
+
+    def take(question: Question, reply: Reply, how: str = "alone again, default") -> None:
+        if reply.is_answer:
+            judge(soak, plan, question, reply, how)
+        else:
+            soak.blame(f"question {question.number} ({how}): {reply.status} {reply.error or reply.fault}")
+
     for question in plan.known:
-        for how, body in (("alone again, plain", plain(question)), ("alone again, default", dict(question.body))):
-            reply = await ask(client, question.path, body)
-            if reply.is_answer:
-                judge(soak, plan, question, reply, how)
-            else:
-                soak.blame(f"question {question.number} ({how}): {reply.status} {reply.error or reply.fault}")
+        take(question, await ask(client, question.path, plain(question)), "alone again, plain")
+    accepted = await _default_alone(client, plan.known, take)
+    return None if plan.accepted is None or accepted is None else Acceptance(plan.accepted, accepted)
 
 
 async def settle(client: httpx.AsyncClient) -> tuple[int, Series]:
@@ -261,7 +277,7 @@ def main(
     try:
         with ServerProcess.start(settings) as server:
             say(f"serving at {server.url}, process {server.pid}; asking every question alone")
-            plan, health, series = asyncio.run(_soak(server, soak, placement, minutes * 60, concurrency, seed))
+            plan, health, series, rates = asyncio.run(_soak(server, soak, placement, minutes * 60, concurrency, seed))
             status = server.stop()
             written = server.written()
     except (ServerFailed, ValueError) as error:
@@ -269,6 +285,7 @@ def main(
     found = checks(
         soak.memory,
         soak.scrapes,
+        rates,
         series,
         health=health,
         status=status,
@@ -307,7 +324,7 @@ def main(
 
 async def _soak(
     server: ServerProcess, soak: Soak, placement: Placement, seconds: float, concurrency: int, seed: int
-) -> tuple[Plan, int, Series]:
+) -> tuple[Plan, int, Series, Acceptance | None]:
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         tolerance = tolerance_of(placement.dtype, _TOP_LOGIT)
         plan = await prepare(client, tolerance, is_exact=placement.dtype == torch.float32)
@@ -324,8 +341,8 @@ async def _soak(
         )
         health, series = await settle(client)
         say("asking every question alone again")
-        await ask_again(client, soak, plan)
-    return plan, health, series
+        rates = await ask_again(client, soak, plan)
+    return plan, health, series, rates
 
 
 if __name__ == "__main__":

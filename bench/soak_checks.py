@@ -112,11 +112,20 @@ def rows_held(series: Series) -> float | None:
     return sum(used) - sum(kept)
 
 
+def beyond_caches(memory: Sequence[tuple[float, int]], scrapes: Sequence[tuple[float, Series]]) -> list[tuple[float, int]]:
+    """Resident bytes less those of cache rows that were used at least once, at the same times.
+
+    A pool takes memory as its rows are first used, up to a size that was set: that is no leak, however long it takes.
+    """
+    name, pairs = "cache_rows_touched_bytes", zip(memory, scrapes, strict=False)
+    return [(second, resident - round(series.get(name, 0.0))) for (second, resident), (_, series) in pairs]
+
+
 def growth(samples: Sequence[tuple[float, int]]) -> float | None:
     """Slope of memory over the second half of the time, in MB per minute; None with fewer than five samples there.
 
     Args:
-        samples: seconds, and resident bytes at that time.
+        samples: seconds, and bytes at that time.
     """
     if not samples:
         return None
@@ -130,42 +139,23 @@ def growth(samples: Sequence[tuple[float, int]]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Share of the drafted nodes that became text, at the beginning and at the end."""
+    """Drafted tokens accepted per verification when every question is asked alone, before the load and after it."""
 
     first: float
     last: float
-    num_first: int  # nodes drafted
-    num_last: int
 
     def fell(self, share: float) -> bool:
-        """Whether it is lower at the end by more than `share` of the first value and four standard errors.
-
-        A rise is no fault: servers learn which drafts pay.
-        """
-        middle = (self.first * self.num_first + self.last * self.num_last) / (self.num_first + self.num_last)
-        error = math.sqrt(middle * (1 - middle) * (1 / self.num_first + 1 / self.num_last))
-        return self.first - self.last > share * self.first + 4 * error
+        """Whether it is lower by more than `share` of the first value. A rise is no fault: servers learn which drafts pay."""
+        return self.first - self.last > share * self.first
 
 
-def acceptance(scrapes: Sequence[tuple[float, Series]]) -> Acceptance | None:
-    """From scrapes in order of time, with their seconds: the first tenth against the last; None if one drafted nothing."""
-    if len(scrapes) < 4:
-        return None
-    begin, end = scrapes[0][0], scrapes[-1][0]
-    tenth = (end - begin) / 10
-    early = next(series for second, series in scrapes[1:] if second >= begin + tenth)
-    late = next(series for second, series in reversed(scrapes[:-1]) if second <= end - tenth)
-    drafted, accepted = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
-
-    def between(name: str, old: Series, new: Series) -> int:
-        return round(new.get(name, 0.0) - old.get(name, 0.0))
-
-    (num_first, kept_first), (num_last, kept_last) = (
-        (between(drafted, *pair), between(accepted, *pair)) for pair in ((scrapes[0][1], early), (late, scrapes[-1][1]))
+def accepted_per_step(before: Series, after: Series) -> float | None:
+    """Between two scrapes, over all schedules; None if nothing was verified."""
+    steps, accepted = (
+        after.get(name, 0.0) - before.get(name, 0.0)
+        for name in ("spec_decode_num_steps_total", "spec_decode_num_accepted_tokens_total")
     )
-    if not num_first or not num_last:
-        return None
-    return Acceptance(kept_first / num_first, kept_last / num_last, num_first, num_last)
+    return accepted / steps if steps > 0 else None
 
 
 def server_faults(series: Series) -> str | None:

@@ -34,6 +34,7 @@ from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
 from engine.turn import Turn, fitting_nodes, plan_turn
 from models.causal_lm import CausalLM
+from models.kv_cache import RowPool
 from scheduler.auto_budget import AutoBudget
 from scheduler.registry import PLAIN
 from scheduler.schedule import Schedule
@@ -129,9 +130,17 @@ class Engine:
 
         Rows that are only kept for texts to come count as free.
         """
+        return {name: (pool.num_rows - pool.num_available, pool.num_rows) for name, pool in self._pools.items()}
+
+    @property
+    def row_bytes(self) -> dict[str, int]:
+        """Bytes of cache rows that have been used at least once, by owner as in `row_use`."""
+        return {name: pool.num_bytes for name, pool in self._pools.items()}
+
+    @property
+    def _pools(self) -> dict[str, RowPool]:
         pools = {"target": self.target.pool}
-        pools |= {name: drafter.lm.pool for name, drafter in self._drafters.items() if isinstance(drafter, KeepsRows)}
-        return {name: (pool.num_rows - pool.num_available, pool.num_rows) for name, pool in pools.items()}
+        return pools | {name: drafter.lm.pool for name, drafter in self._drafters.items() if isinstance(drafter, KeepsRows)}
 
     def price_state(self) -> PriceState | None:
         """What prices and breakers say now; None where neither decides anything."""

@@ -83,7 +83,7 @@ class Span:
     start: int
     end: int
     rows: torch.Tensor  # int64 [num_rows]
-    mask: torch.Tensor | None  # bool [1, 1, end - start, num_rows]
+    mask: torch.Tensor | None  # [1, 1, end - start, num_rows]; in a plan added to the scores, before that bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,10 +114,16 @@ def make_plan(segments: Sequence[Segment], pool: RowPool, slots: dict[int, int],
     if union and len(spans) > 1:
         spans = [_union(spans)]
     write = torch.tensor([row for segment in segments for row in segment.rows], dtype=torch.int64)
+    dtype = pool.keys.dtype
     on_device = tuple(
-        Span(s.start, s.end, s.rows.to(device), None if s.mask is None else s.mask.to(device)) for s in spans
+        Span(s.start, s.end, s.rows.to(device), None if s.mask is None else additive(s.mask, dtype).to(device)) for s in spans
     )
     return Plan(pool, slots, write.to(device), on_device)
+
+
+def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """0 where a bool `mask` is True, -inf elsewhere. Attention would make the same of it, but once in every layer."""
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
 
 
 def _union(spans: Sequence[Span]) -> Span:

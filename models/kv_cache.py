@@ -59,6 +59,7 @@ class RowPool:
         # A stack: the rows freed last are still warm in the processor's cache and are handed out first.
         self._free = list(range(num_rows - 1, -1, -1))
         self._owners = np.zeros(num_rows, dtype=np.int32)
+        self._highest = -1  # row that was ever handed out; the lower ones were before it
         self.reserve: Reserve | None = None
 
     @property
@@ -70,6 +71,11 @@ class RowPool:
     def num_used(self) -> int:
         """Rows owned by some sequence or by the reserve."""
         return self.num_rows - len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows that have been used so far, which is what a pool on a CPU takes of memory by now."""
+        return 2 * (self._highest + 1) * self.keys[:, 0].numel() * self.keys.element_size()
 
     @property
     def num_available(self) -> int:
@@ -89,6 +95,7 @@ class RowPool:
         rows = self._free[-count:][::-1]
         del self._free[-count:]
         self._owners[rows] = 1
+        self._highest = max(self._highest, max(rows))
         return rows
 
     def share(self, rows: Sequence[int] | np.ndarray) -> None:

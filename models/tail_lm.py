@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from models.attention import additive
 from models.draft_head import DraftHead
 from models.kv_cache import RowPool
 from models.placed_head import PlacedHead
@@ -155,7 +156,7 @@ class TailLM(PlacedHead):
 
     def _placed(self, span: _Span) -> _Span:
         assert span.mask is not None, "made just now"
-        mask = None if bool(span.mask.all()) else span.mask[None, None].to(self.device)
+        mask = None if bool(span.mask.all()) else additive(span.mask[None, None], self.pool.keys.dtype).to(self.device)
         return _Span(span.start, span.end, span.theirs.to(self.device), span.ours.to(self.device), mask, span.beside)
 
     def catch_up(self, beside: Beside, rows: np.ndarray) -> None:

@@ -150,6 +150,10 @@ class ScriptedEngine:
         return len(self._waiting)
 
     @property
+    def row_bytes(self) -> dict[str, int]:
+        return {"target": 1000}
+
+    @property
     def row_use(self) -> dict[str, tuple[int, int]]:
         return {"target": (10 * len(self._running), 100)}
 

@@ -142,6 +142,6 @@ def test_a_file_that_is_no_selector_is_refused_by_the_name_of_the_setting(tmp_pa
     tiny_causal_lm("llama", 259, 0).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     for file in (folder / "model.safetensors", tmp_path / "nothing"):
-        settings = Settings(target=str(folder), small="ngram", medium=None, selector=str(file), costs="none")
+        settings = Settings(target=str(folder), small="ngram", medium=None, selector=file, costs="none")
         with pytest.raises(ValueError, match="selector = "):
             build(settings, lambda line: None)

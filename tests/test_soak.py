@@ -18,8 +18,10 @@ from app.config import Settings
 from bench.server_process import ServerFailed, ServerProcess, as_options
 from bench.soak import Plan, Soak, make
 from bench.soak_checks import (
+    Acceptance,
     Expected,
-    acceptance,
+    accepted_per_step,
+    beyond_caches,
     busy,
     close_calls,
     farewell,
@@ -100,38 +102,34 @@ def test_too_few_samples_show_no_growth() -> None:
     assert growth([]) is None and growth(memory(9)[:6]) is None
 
 
-def scrapes(early: float, late: float, per_scrape: int = 200) -> list[tuple[float, dict[str, float]]]:
-    """A hundred scrapes; the share of accepted nodes changes half-way."""
-    drafted = accepted = 0.0
-    found = []
-    for index in range(101):
-        names = "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"
-        found.append((float(index), dict(zip(names, (drafted, accepted), strict=True))))
-        drafted += per_scrape
-        accepted += per_scrape * (early if index < 50 else late)
-    return found
+def scrapes(megabytes_per_minute: float = 0.0) -> list[tuple[float, dict[str, float]]]:
+    """At the times of `memory`; the caches' rows are used for the first time at that rate."""
+    return [(s, {"cache_rows_touched_bytes": 1e6 * megabytes_per_minute * s / 60}) for s, _ in memory(0)]
+
+
+def test_a_cache_that_fills_up_is_no_leak() -> None:
+    """Its size was set beforehand, however long it takes until the last row was used."""
+    filling = growth(beyond_caches(memory(9), scrapes(9)))
+    leaking = growth(beyond_caches(memory(11), scrapes(9)))
+    assert filling is not None and leaking is not None and abs(filling) < 0.5 and 1.5 < leaking < 2.5
+    assert beyond_caches(memory(0)[:3], [(0.0, {})] * 2) == memory(0)[:2], "a server that does not say is taken as it is"
 
 
 @pytest.mark.parametrize(
-    ("early", "late", "per_scrape", "fell"),
-    [
-        (0.4, 0.4, 200, False),
-        (0.4, 0.2, 200, True),  # a drafter whose cache went out of step
-        (0.4, 0.0, 200, True),
-        (0.2, 0.4, 200, False),  # learned
-        (0.4, 0.25, 2, False),  # forty nodes show nothing
-    ],
+    ("first", "last", "fell"),
+    [(1.2, 1.2, False), (1.2, 0.8, True), (1.2, 0.0, True), (0.6, 1.2, False), (1.2, 0.95, False), (0.0, 0.0, False)],
 )
-def test_a_fall_of_acceptance_is_seen(early: float, late: float, per_scrape: int, fell: bool) -> None:
+def test_a_fall_of_acceptance_is_seen(first: float, last: float, fell: bool) -> None:
     """Texts stay right when a drafter has lost the thread; only the speed is gone."""
-    rates = acceptance(scrapes(early, late, per_scrape))
-    assert rates is not None and rates.first == pytest.approx(early) and rates.last == pytest.approx(late)
-    assert rates.fell(0.25) is fell
+    assert Acceptance(first, last).fell(0.25) is fell
 
 
-def test_nothing_drafted_gives_no_acceptance() -> None:
+def test_accepted_tokens_are_counted_between_two_scrapes() -> None:
     """A server without drafters must not divide by zero."""
-    assert acceptance(scrapes(0, 0, 0)) is None
+    before = {"spec_decode_num_steps_total": 10.0, "spec_decode_num_accepted_tokens_total": 4.0}
+    after = {"spec_decode_num_steps_total": 30.0, "spec_decode_num_accepted_tokens_total": 34.0}
+    assert accepted_per_step(before, after) == 1.5
+    assert accepted_per_step(after, after) is None and accepted_per_step({}, {}) is None
 
 
 EXPOSITION = """
@@ -188,7 +186,8 @@ def test_an_end_is_clean_or_it_is_not(status: int | None, written: str, is_right
 
 RIGHT: dict[str, Any] = {
     "memory": memory(0),
-    "scrapes": scrapes(0.4, 0.4),
+    "scrapes": scrapes(),
+    "rates": Acceptance(1.2, 1.2),
     "series": {"num_requests_running": 0.0},
     "health": 200,
     "status": 0,
@@ -206,7 +205,7 @@ RIGHT: dict[str, Any] = {
     [
         {},
         {"memory": memory(2)},
-        {"scrapes": scrapes(0.4, 0.1)},
+        {"rates": Acceptance(1.2, 0.4)},
         {"series": {"num_requests_running": 1.0}},
         {"series": {"cache_rows_used": 1.0}},
         {"series": {"request_errors_total{status=500}": 1.0}},
