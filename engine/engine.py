@@ -253,6 +253,7 @@ class Engine:
         records = self._memory.begin_ready(self._running)
         turn = self._make_room(records)
         if self.steering is not None:
+            self.steering.begin(len(turn.decoding))
             for sequence in turn.decoding:
                 self.steering.steer(sequence)
         if auto is not None:

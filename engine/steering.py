@@ -2,8 +2,9 @@
 
 A schedule whose amount of drafting is left to prices can still lose where prices mislead: a model pair that never agrees, a
 clock that lies. Each such schedule has a breaker (`scheduler.breaker`) for the whole server, fed with what its steps gave and
-took; while it is open, sequences decode with the next rung of its ladder. The text is the same with every rung. A schedule
-with a fixed budget is what somebody asked for whatever it costs, and has none.
+took; while it is open, sequences decode with the next rung of its ladder. What loses with eight sequences in a step may gain
+for one alone, so a breaker counts for loads like the one under which it opened. The text is the same with every rung. A
+schedule with a fixed budget is what somebody asked for whatever it costs, and has none.
 
 The ladder holds only schedules whose drafters follow the sequence anyway: one that begins to listen in mid-text would have
 missed the hidden states of what came before.
@@ -34,7 +35,7 @@ class PriceState:
 
     drift: Mapping[str, float]  # model -> measured over predicted milliseconds of its forwards, lately
     speedup: Mapping[str, float]  # schedule -> tokens per millisecond over plain decoding's, lately; 1 before anything is known
-    rung: Mapping[str, int]  # schedule -> steps down its ladder; 0: it decodes as asked
+    rung: Mapping[str, int]  # schedule -> steps down its ladder at the load of now; 0: it decodes as asked
     tuned: Sequence[ArmState]  # of the tuner of TALON, if there is one
 
 
@@ -54,7 +55,10 @@ class Steering:
         self._schedules = schedules
         self._told = told
         self.tuner = tuner
-        self._breakers: dict[str, Breaker] = {}
+        self._rule = rule
+        self._ladders: dict[str, tuple[str, ...]] = {}
+        self._breakers: dict[tuple[str, int], Breaker] = {}  # by schedule and load
+        self._load = 1
         for schedule in schedules.values():
             if not schedule.is_auto:
                 continue
@@ -62,14 +66,18 @@ class Steering:
             offered = {name: other for name, other in schedules.items() if known.issuperset(other.drafters.values())}
             rungs = ladder(schedule, offered)
             if len(rungs) > 1:
-                self._breakers[schedule.name] = Breaker(rungs, rule)
+                self._ladders[schedule.name] = rungs
+
+    def begin(self, sequences: int) -> None:
+        """A step of so many sequences. Loads are told apart by powers of two: 1, 2 to 3, 4 to 7, and so on."""
+        self._load = max(sequences, 1).bit_length()
 
     def steer(self, sequence: TokenSequence) -> None:
         """Set what `sequence` decodes with from this step on."""
         asked = sequence.asked
         name = asked.name
-        if asked.is_auto and name in self._breakers:
-            name = self._breakers[name].current
+        if asked.is_auto and name in self._ladders:
+            name = self._breaker(name).current
         if name != sequence.schedule.name:
             sequence.schedule = asked if name == asked.name else self._schedules[name]
         if name != asked.name:
@@ -82,8 +90,8 @@ class Steering:
 
         `plain_ms` is what plain decoding would have taken per token. Not for steps that read prompts.
         """
-        breaker = self._breakers.get(schedule)
-        if breaker is not None:
+        if schedule in self._ladders:
+            breaker = self._breaker(schedule)
             change = breaker.observe(tokens, ms / 1000, plain_ms / 1000)
             if change is not None:
                 log.info("schedule %s: %s to %s, %s: %s", schedule, change.before, change.after, change.reason, change.detail)
@@ -93,7 +101,10 @@ class Steering:
 
     def price_state(self, auto: AutoBudget) -> PriceState:
         """A snapshot; from any thread, since it only reads numbers that are replaced as a whole."""
-        rungs = {name: breaker.rungs.index(breaker.current) for name, breaker in self._breakers.items()}
+        rungs = {}
+        for name, ladder_of in self._ladders.items():
+            breaker = self._breakers.get((name, self._load))
+            rungs[name] = 0 if breaker is None else ladder_of.index(breaker.current)
         return PriceState(
             drift={model: auto.costs.drift(model) for model in auto.costs.profile.models},
             speedup={name: auto.speedup(name) for name in rungs},
@@ -102,5 +113,11 @@ class Steering:
         )
 
     def states(self) -> dict[str, BreakerState]:
-        """Every breaker's state, by schedule."""
-        return {name: breaker.state for name, breaker in self._breakers.items()}
+        """Every schedule's breaker at the load of now."""
+        return {name: self._breaker(name).state for name in self._ladders}
+
+    def _breaker(self, schedule: str) -> Breaker:
+        key = (schedule, self._load)
+        if key not in self._breakers:
+            self._breakers[key] = Breaker(self._ladders[schedule], self._rule)
+        return self._breakers[key]

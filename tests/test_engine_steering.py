@@ -67,6 +67,19 @@ def test_a_rung_that_gains_again_is_taken_up_again(tiny_model: TinyModel) -> Non
     assert steering.states()["small"].current == "small"
 
 
+def test_what_loses_under_load_is_not_held_against_who_comes_alone(tiny_model: TinyModel) -> None:
+    """Eight at once fill the machine with rows of their own; afterwards one user would wait thousands of steps for a trial."""
+    running = world(tiny_model)
+    steering = steering_of(running, [])
+    steering.begin(8)
+    for _ in range(200):
+        steering.stepped("treegraft", tokens=8, ms=1e3, plain_ms=10.0)
+    lost = steering.states()["treegraft"].current
+    for sequences, same in ((9, True), (15, True), (1, False), (2, False), (7, False), (16, False), (8, True)):
+        steering.begin(sequences)
+        assert (steering.states()["treegraft"].current == lost != "treegraft") is same, sequences
+
+
 def test_ladders_hold_only_schedules_whose_drafters_follow_anyway(tiny_model: TinyModel) -> None:
     """A head that joins in mid-text has missed the hidden states of what came before."""
     running = world(tiny_model)
@@ -74,7 +87,7 @@ def test_ladders_hold_only_schedules_whose_drafters_follow_anyway(tiny_model: Ti
     for schedule, state in steering.states().items():
         assert state.current == schedule
         own = set(running.schedules[schedule].drafters.values()) | {"ngram"}
-        rungs = steering._breakers[schedule].rungs
+        rungs = steering._ladders[schedule]
         assert rungs[-1] == "ar" and all(set(running.schedules[rung].drafters.values()) <= own for rung in rungs), rungs
     assert "ar" not in steering.states()
 
