@@ -296,18 +296,27 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every sample by its name and labels as written on the page."""
-        lines = self.client.get("/metrics").text.splitlines()
-        samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return {name: float(value) for name, _, value in samples}
+        return read_samples(self.client)
 
     def sums(self, name: str, **labels: str) -> float:
         """The sum of one metric over all its series that have these labels."""
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(
-            value
-            for key, value in self.metrics().items()
-            if key.partition("{")[0] == f"graftserve_{name}" and all(label in key for label in wanted)
-        )
+        return total_of(self.metrics(), name, **labels)
+
+
+def read_samples(client: httpx.Client) -> dict[str, float]:
+    """Every sample of the metrics page, by its name and labels as written there."""
+    lines = client.get("/metrics").text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+
+def total_of(samples: dict[str, float], name: str, **labels: str) -> float:
+    """The sum of one metric over all its series that have these labels."""
+    wanted = [f'{label}="{value}"' for label, value in labels.items()]
+    return sum(
+        value
+        for key, value in samples.items()
+        if key.partition("{")[0] == f"graftserve_{name}" and all(label in key for label in wanted)
+    )
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from app.serving import LoadedEngine
 from engine.engine import Engine
 from tests.engine_world import World
-from tests.http_engine import serve, until
+from tests.http_engine import read_samples, serve, total_of, until
 
 PATH = "/v1/completions"
 
@@ -54,17 +54,11 @@ class Real:
 
     def samples(self) -> dict[str, float]:
         """Every sample of the metrics page."""
-        lines = self.client.get("/metrics").text.splitlines()
-        return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+        return read_samples(self.client)
 
     def total(self, name: str, **labels: str) -> float:
         """The sum of one metric over all its series that have these labels."""
-        wanted = [f'{label}="{value}"' for label, value in labels.items()]
-        return sum(
-            value
-            for key, value in self.samples().items()
-            if key.partition("{")[0] == f"graftserve_{name}" and all(label in key for label in wanted)
-        )
+        return total_of(self.samples(), name, **labels)
 
     def idle(self) -> bool:
         """Nothing runs, nothing waits, and every row is free."""
