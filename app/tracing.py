@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from app.drafter_quality import Text
 from app.teacher_forcing import Memory, Trail
@@ -143,9 +144,8 @@ class _Position:
             if ask is None:
                 continue
             # What one forward answers, as when a rule calls in a server; a head would need one more for every layer.
-            first, *more = ask.tops(growth.tree)
             known = seen[letter]
-            ask = next((one for one in reversed(more) if len(_forwards(drafter, growth.tree, one, set(known))) <= 1), first)
+            ask = ask.within_one_forward(growth.tree, partial(_num_forwards, drafter, growth.tree, known))
             forwards += [(letter, count) for count in _forwards(drafter, growth.tree, ask, known)]
             growth.attach(drafter.name, self._ask(letter, growth.tree, ask, seen[letter]))
         self._look_up(growth, seen)
@@ -230,6 +230,10 @@ def _forwards(drafter: Drafter, tree: TokenTree, ask: Ask, seen: set[int]) -> li
         layers.append(len(layer))
         missing -= layer
     return layers
+
+
+def _num_forwards(drafter: Drafter, tree: TokenTree, seen: Set[int], ask: Ask) -> int:
+    return len(_forwards(drafter, tree, ask, set(seen)))
 
 
 def _answer(trail: Trail, question: object) -> Answer:

@@ -150,9 +150,9 @@ def _called(draft: Draft, drafter: Drafter) -> tuple[str, Ask]:
     """The question that a call by the rule puts: as much of it as one forward answers, for which the rule was fitted."""
     ask = draft.growth.ask(drafter.name)
     assert ask is not None, "the rule does not call where there is nothing to ask"
-    first, *more = ask.tops(draft.growth.tree)
-    best = next((part for part in reversed(more) if len(drafter.passes(request(draft, part, drafter))) <= 1), first)
-    return drafter.name, best
+    return drafter.name, ask.within_one_forward(
+        draft.growth.tree, lambda part: len(drafter.passes(request(draft, part, drafter)))
+    )
 
 
 def _worthwhile(

@@ -39,6 +39,11 @@ class Ask:
         depths = sorted({tree.depth[node] for node in self.nodes})
         return [replace(self, nodes=tuple(v for v in self.nodes if tree.depth[v] <= deepest)) for deepest in depths]
 
+    def within_one_forward(self, tree: TokenTree, num_forwards: Callable[[Ask], int]) -> Ask:
+        """The largest of `tops` that takes a drafter one forward at most, by `num_forwards`; else the smallest."""
+        first, *more = self.tops(tree)
+        return next((one for one in reversed(more) if num_forwards(one) <= 1), first)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
