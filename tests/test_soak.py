@@ -16,7 +16,6 @@ import pytest
 
 from app.config import Settings
 from bench.server_process import ServerFailed, ServerProcess, as_options
-from bench.soak import Plan, Soak, make
 from bench.soak_checks import (
     Acceptance,
     Expected,
@@ -31,6 +30,7 @@ from bench.soak_checks import (
     server_faults,
 )
 from bench.soak_mix import COMPLETIONS, WEIGHTS, Malformed, Move, Offer, Question, draw, malformed, plain, questions
+from bench.soak_play import Plan, Soak, make
 from bench.soak_report import checks
 from models import toy
 
