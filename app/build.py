@@ -17,6 +17,7 @@ from app import drafting
 from app.calibration import profile_for, read_profile
 from app.config import AUTO_RULE, MEASURE_COSTS, NO_COSTS, NO_RULE, Settings
 from app.drafting import NGRAM, LoadedDrafter, is_truncated, lm_row_bytes, vocab_size
+from app.heap import map_large_blocks
 from app.serving import LoadedEngine
 from drafters.base import Drafter
 from drafters.corpus import CorpusIndex
@@ -53,6 +54,7 @@ def build(settings: Settings, progress: Progress) -> LoadedEngine:
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    map_large_blocks()
     with no_helpers():
         loaded = _build(settings, progress)
     _set_prices(loaded, settings, progress)
