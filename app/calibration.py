@@ -29,7 +29,7 @@ from models.loading import Placement, choose_placement
 from scheduler.auto_budget import TARGET
 from scheduler.cost import VERSION, CostProfile, Origin
 
-_FORMAT = 1  # raise when something else is measured
+_FORMAT = 2  # raise when something else is measured
 
 T = TypeVar("T")
 
@@ -88,12 +88,13 @@ def read_profile(file: Path) -> CostProfile:
 def cache_file(engine: Engine, settings: Settings, placement: Placement, effort: Effort) -> Path:
     """Where the profile of these models on this machine, in these weights and threads, is kept."""
     about = machine(placement)
+    plans = effort.plans(engine.target, list(engine.drafters.values()), engine.max_model_len, engine.max_num_seqs)
     identity = {
         "format": (_FORMAT, VERSION),
         **{key: about[key] for key in ("graftserve", "versions", "device", "weights", "processor", "cpus")},
         "threads": settings.threads or about["threads"],
         "target": (engine.model_id, engine.target.model.config.to_json_string()),  # type: ignore[operator, union-attr]
-        "measured": (effort.rows, effort.contexts_within(engine.target, engine.max_model_len), effort.batches),
+        "measured": [(plan.rows, plan.sequences, plan.context) for plan in plans],
         **{role: _fingerprint(getattr(settings, role), role, settings.target) for role in ("small", "medium")},
     }
     key = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]

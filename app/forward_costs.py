@@ -1,8 +1,7 @@
-"""Measuring forwards for a cost profile: every model by rows at several contexts, and the target over several sequences.
+"""Measuring forwards for a cost profile: every model by rows, at several contexts, and for several sequences at once.
 
-Target and drafters take turns on one sequence, as in `app.drafter_price`; then the target reads the same number of rows as
-one sequence and as several. Contexts are visited in passes, so that a machine that gets slower does not make the last one
-look dear.
+Target and drafters take turns, as in `app.drafter_price`. What is varied is visited in passes, so that a machine that gets
+slower does not make the last one look dear.
 """
 
 from __future__ import annotations
@@ -13,17 +12,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from app.drafter_price import Plan, chain_segment, prices
-from app.measure import WARM_UP, Timed, take_turns
+from app.drafter_price import Plan, prices
+from app.measure import WARM_UP
 from drafters.base import Drafter
-from models.attention import Segment
 from models.causal_lm import CausalLM
-from models.kv_cache import RowList
 from scheduler.cost import LatencyModel, Point
-
-_TOKEN = 5  # any; time does not depend on it
 
 Progress = Callable[[str], None]
 Samples = defaultdict[tuple[str, int, int, int], list[float]]
@@ -36,15 +29,27 @@ class Effort:
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     contexts: tuple[int, ...] = (64, 512)
-    batches: tuple[tuple[int, int], ...] = ((4, 1), (4, 4), (16, 1), (16, 4))  # rows and sequences, of the target
+    sequences: tuple[int, ...] = (4,)  # in one forward, besides one alone; at the shortest context
+    shared_rows: tuple[int, ...] = (1, 2, 4)  # of each of several sequences
     rounds: int = 5  # of each pass, warm-up not counted
     passes: int = 3  # at most
     seconds: float = 25.0  # after which no further pass begins
 
-    def contexts_within(self, target: CausalLM, max_model_len: int) -> list[int]:
-        """The contexts, as far as the models and the target's cache go: a text is there twice while it is measured."""
-        room = (target.pool.num_rows - max(self.rows) - WARM_UP - self.rounds) // 2
-        return sorted({max(min(context, max_model_len // 2, room), 1) for context in self.contexts})
+    def plans(self, target: CausalLM, drafters: Sequence[Drafter], max_model_len: int, max_num_seqs: int) -> list[Plan]:
+        """What one pass measures, as far as the models and the target's cache go."""
+        # A text that is measured is there for the target, and once more for each drafter that reads the target's layers.
+        num_texts = 1 + sum(drafter.runs_model and bool(drafter.layers) for drafter in drafters)
+        spare = max(self.rows) + num_texts * (WARM_UP + self.rounds)
+        room = (target.pool.num_rows - spare) // num_texts
+        contexts = sorted({max(min(context, max_model_len // 2, room), 1) for context in self.contexts})
+        alone = [Plan(rows=self.rows, context=context, rounds=self.rounds) for context in contexts]
+        context = contexts[0]
+        shared = [
+            Plan(rows=self.shared_rows, context=context, rounds=self.rounds, sequences=count)
+            for count in self.sequences
+            if count <= max_num_seqs and count * (num_texts * context + spare) <= target.pool.num_rows
+        ]
+        return alone + shared
 
 
 def measure_models(
@@ -55,21 +60,14 @@ def measure_models(
     A point is the median over all passes. The first pass is made however long it takes. Raises OutOfRows without room.
     """
     samples: Samples = defaultdict(list)
-    contexts = effort.contexts_within(target, max_model_len)
     left = [drafter for drafter in drafters if drafter.runs_model]
+    plans = effort.plans(target, left, max_model_len, max_num_seqs)
     start, longest = time.monotonic(), 0.0
     for number in range(effort.passes):
         begun = time.monotonic()
         if number and begun - start + longest > effort.seconds:
             break
-        left = _one_pass(target, left, contexts, effort, samples, progress)
-        batches = [
-            (rows, sequences)
-            for rows, sequences in effort.batches
-            if sequences <= max_num_seqs and sequences * contexts[0] + rows <= target.pool.num_free
-        ]
-        for (rows, sequences), seconds in time_batches(target, batches, contexts[0], effort.rounds).items():
-            samples["target", rows, sequences, sequences * contexts[0]] += seconds
+        left = _one_pass(target, left, plans, samples, progress)
         longest = max(longest, time.monotonic() - begun)
     points: defaultdict[str, list[Point]] = defaultdict(list)
     known = {"target", *(drafter.name for drafter in left)}
@@ -80,53 +78,16 @@ def measure_models(
 
 
 def _one_pass(
-    target: CausalLM,
-    drafters: Sequence[Drafter],
-    contexts: Sequence[int],
-    effort: Effort,
-    samples: Samples,
-    progress: Progress,
+    target: CausalLM, drafters: Sequence[Drafter], plans: Sequence[Plan], samples: Samples, progress: Progress
 ) -> list[Drafter]:
-    """Every context once; adds to `samples` and returns the drafters that did not give up."""
+    """Every plan once; adds to `samples` and returns the drafters that did not give up."""
     left = list(drafters)
-    for context in contexts:
-        found, missing = prices(target, left, Plan(rows=effort.rows, context=context, rounds=effort.rounds))
+    for plan in plans:
+        found, missing = prices(target, left, plan)
         for name, reason in missing.items():
             progress(f"{name} gave up while it was timed ({reason}): its forwards have no price")
         left = [drafter for drafter in left if drafter.name not in missing]
         for price in found:
-            samples[price.who, price.rows, 1, context] += price.seconds
+            key = (price.who, plan.sequences * price.rows, plan.sequences, plan.sequences * plan.context)
+            samples[key] += price.seconds
     return left
-
-
-@torch.inference_mode()
-def time_batches(
-    target: CausalLM, batches: Sequence[tuple[int, int]], context: int, rounds: int
-) -> dict[tuple[int, int], list[float]]:
-    """Seconds of the target's forwards over so many rows of so many sequences, which share the rows evenly, taking turns."""
-    if not batches:
-        return {}
-    assert all(rows % sequences == 0 for rows, sequences in batches), f"uneven batches in {batches}"
-    prefixes: list[RowList] = []
-    scratch: list[int] = []
-    try:
-        for _ in range(max(sequences for _, sequences in batches)):
-            prefix = RowList()
-            prefixes.append(prefix)
-            prefix.extend(target.pool.allocate(context))
-            rows = prefix.view().tolist()
-            target.forward([Segment([_TOKEN] * context, range(context), RowList().view(), rows, [])])
-        scratch = target.pool.allocate(max(rows for rows, _ in batches))
-        things = {}
-        for count, sequences in batches:
-            share = count // sequences
-            segments = [
-                chain_segment(prefixes[index], scratch[index * share : (index + 1) * share]) for index in range(sequences)
-            ]
-            things[count, sequences] = Timed(lambda segments=segments: target.forward(segments))  # type: ignore[misc]
-        take_turns(list(things.values()), rounds, target.device)
-    finally:
-        target.pool.release(scratch)
-        for prefix in prefixes:
-            target.pool.release(prefix.truncate(0))
-    return {batch: thing.seconds for batch, thing in things.items()}

@@ -39,6 +39,7 @@ from bench.soak_report import checks, show_soak
 from models.loading import Placement, choose_placement
 
 SETTLE_S = 20.0  # how long a server may take to notice that everybody hung up
+_KV_ROWS = 8192  # full within minutes: a row that is used for the first time looks like a leak, and eviction wants a trial
 _TOP_LOGIT = 20.0  # of a large one; see `tolerance_of`
 
 
@@ -120,6 +121,8 @@ def main(
     """Keep a server busy, and check that it stays right."""
     if json_file is not None and not json_file.parent.is_dir():
         fail(f"{json_file}: there is no folder {json_file.parent}")
+    if settings.kv_rows is None:
+        settings = settings.model_copy(update={"kv_rows": _KV_ROWS})
     try:
         placement = choose_placement(settings.device, settings.weights)
     except ValueError as error:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from models.kv_cache import RowPool
+from models.attention_plan import Batch, Plan
 
 NAME = "graftserve_ragged"
 # Arguments by which models ask for attention that differs from plain softmax attention; we do not serve those.
@@ -76,68 +76,6 @@ def chain_then_tree(num_chain: int, tree: torch.Tensor) -> torch.Tensor:
     return visible
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Span:
-    """Queries `[start, end)` of the flattened batch, the rows they attend to, and the mask between the two."""
-
-    start: int
-    end: int
-    rows: torch.Tensor  # int64 [num_rows]
-    mask: torch.Tensor | None  # [1, 1, end - start, num_rows]; in a plan added to the scores, before that bool
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Plan:
-    """Everything the layers of one forward share: where to write, what to read."""
-
-    pool: RowPool
-    slots: dict[int, int]  # the model's layer index -> layer of the pool
-    write_rows: torch.Tensor  # int64 [total]
-    spans: tuple[Span, ...]
-
-
-def make_plan(segments: Sequence[Segment], pool: RowPool, slots: dict[int, int], *, union: bool) -> Plan:
-    """Lay out a forward over `segments`.
-
-    With `union` one masked attention covers all segments: more arithmetic, one kernel per layer, which is what an
-    accelerator wants. Without, each segment attends on its own, which is what a CPU wants. The union's price: a masked NaN
-    is still a NaN (0 * NaN), so one sequence's broken numbers reach the whole batch, though never a later one's rows.
-    """
-    device = pool.keys.device
-    spans, start = [], 0
-    for segment in segments:
-        end = start + len(segment.tokens)
-        mask = segment.mask()
-        rows = torch.from_numpy(segment.visible_rows())
-        spans.append(Span(start, end, rows, None if mask is None else mask[None, None]))
-        start = end
-    if union and len(spans) > 1:
-        spans = [_union(spans)]
-    write = torch.tensor([row for segment in segments for row in segment.rows], dtype=torch.int64)
-    dtype = pool.keys.dtype
-    on_device = tuple(
-        Span(s.start, s.end, s.rows.to(device), None if s.mask is None else additive(s.mask, dtype).to(device)) for s in spans
-    )
-    return Plan(pool, slots, write.to(device), on_device)
-
-
-def additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """0 where a bool `mask` is True, -inf elsewhere. Attention would make the same of it, but once in every layer."""
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
-
-
-def _union(spans: Sequence[Span]) -> Span:
-    """One span over all queries and all rows, block-diagonal: no sequence sees another's rows."""
-    rows = torch.cat([span.rows for span in spans])
-    mask = torch.zeros(1, 1, spans[-1].end, len(rows), dtype=torch.bool)
-    offset = 0
-    for span in spans:
-        block = mask[:, :, span.start : span.end, offset : offset + len(span.rows)]
-        block.copy_(torch.ones_like(block) if span.mask is None else span.mask)
-        offset += len(span.rows)
-    return Span(0, spans[-1].end, rows, mask)
-
-
 def ragged_attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -168,20 +106,36 @@ def attend(
     keys, values = plan.pool.keys[slot], plan.pool.values[slot]
     keys.index_copy_(0, plan.write_rows, key[0].transpose(0, 1))
     values.index_copy_(0, plan.write_rows, value[0].transpose(0, 1))
-    shared_heads = query.shape[1] != key.shape[1]
-    outputs = []
-    for span in plan.spans:
-        outputs.append(
-            scaled_dot_product_attention(
-                query[:, :, span.start : span.end],
-                keys.index_select(0, span.rows).transpose(0, 1)[None],
-                values.index_select(0, span.rows).transpose(0, 1)[None],
-                attn_mask=span.mask,
-                scale=scaling,
-                enable_gqa=shared_heads,
-            )
-        )
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+    if len(plan.batches) == 1 and plan.batches[0].queries is None:
+        return _attended(plan.batches[0], query, keys, values, scaling)
+    result = torch.empty_like(query)
+    for batch in plan.batches:
+        assert batch.queries is not None, "a batch of all queries is the only one"
+        result.index_copy_(2, batch.queries, _attended(batch, query.index_select(2, batch.queries), keys, values, scaling))
+    return result
+
+
+def _attended(
+    batch: Batch, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None
+) -> torch.Tensor:
+    """What the batch's queries, `[1, heads, sequences * n, head_dim]`, get from their rows of a layer; of the same shape."""
+    sequences, (_, heads, total, head_dim) = batch.sequences, query.shape
+    kv_heads, count = keys.shape[1], total // sequences
+    if sequences > 1 or batch.fold > 1:
+        split = query.view(heads // batch.fold, batch.fold, sequences, count, head_dim)
+        query = split.permute(2, 0, 1, 3, 4).reshape(sequences, heads // batch.fold, batch.fold * count, head_dim)
+    attended = scaled_dot_product_attention(
+        query,
+        keys.index_select(0, batch.rows).view(sequences, -1, kv_heads, head_dim).transpose(1, 2),
+        values.index_select(0, batch.rows).view(sequences, -1, kv_heads, head_dim).transpose(1, 2),
+        attn_mask=batch.mask,
+        scale=scaling,
+        enable_gqa=query.shape[1] != kv_heads,
+    )
+    if sequences == 1:
+        return attended.reshape(1, heads, total, head_dim)
+    split = attended.reshape(sequences, heads // batch.fold, batch.fold, count, head_dim)
+    return split.permute(1, 2, 0, 3, 4).reshape(1, heads, total, head_dim)
 
 
 AttentionInterface.register(NAME, ragged_attention)

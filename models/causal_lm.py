@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from models.attention import NAME, Segment, make_plan
+from models.attention import NAME, Segment
+from models.attention_plan import make_plan
 from models.kv_cache import RowPool
 
 
@@ -67,10 +68,12 @@ class CausalLM:
         heads = config.num_attention_heads
         parameter = next(model.parameters())
         self.device = parameter.device
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self._group = heads // kv_heads
         self.pool = RowPool(
             len(self.slots),
             num_rows,
-            getattr(config, "num_key_value_heads", None) or heads,
+            kv_heads,
             getattr(config, "head_dim", None) or config.hidden_size // heads,
             dtype=parameter.dtype,
             device=self.device,
@@ -107,7 +110,7 @@ class CausalLM:
             position_ids=torch.tensor([positions], dtype=torch.int64, device=self.device),
             use_cache=False,
             logits_to_keep=keep,
-            ragged_plan=make_plan(segments, self.pool, self.slots, union=self.device.type != "cpu"),
+            ragged_plan=make_plan(segments, self.pool, self.slots, union=self.device.type != "cpu", group=self._group),
         )
         self.num_forwards += 1
         self.num_rows_forwarded += len(tokens)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from models.attention import Segment, attend, make_plan
+from models.attention import Segment, attend
+from models.attention_plan import make_plan
 from models.draft_head import DraftHead
 from models.placed_head import PlacedHead
 
@@ -53,7 +54,8 @@ class HeadLM(PlacedHead):
             places.extend(segment.positions)
             wanted.extend(start + index for index in segment.wanted)
             offsets.append(len(wanted))
-        plan = make_plan(segments, self.pool, {}, union=self.device.type != "cpu")
+        group = self.config.num_heads // self.config.num_kv_heads
+        plan = make_plan(segments, self.pool, {}, union=self.device.type != "cpu", group=group)
         scaling = self.config.head_dim**-0.5
 
         def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from models.attention import additive
+from models.attention_plan import additive
 from models.draft_head import DraftHead
 from models.kv_cache import RowPool
 from models.placed_head import PlacedHead

@@ -19,16 +19,18 @@ from app.calibration import cache_file, in_own_thread, profile_for
 from app.commands.calibrate import calibrate
 from app.config import Settings
 from app.drafter_price import Plan, prices
-from app.forward_costs import Effort, measure_models, time_batches
+from app.forward_costs import Effort, measure_models
 from app.measure import WARM_UP
 from app.serving import LoadedEngine
+from drafters.base import Drafter
+from drafters.causal_lm import CausalLMDrafter
 from models.loading import choose_placement
 from scheduler.cost import CostProfile
 from tests.engine_world import World
 from tests.toy_heads import tail_head
 
 TinyModel = Callable[..., PreTrainedModel]
-QUICK = Effort(rows=(1, 2, 4), contexts=(8, 20), batches=((4, 1), (4, 4)), rounds=2, passes=1)
+QUICK = Effort(rows=(1, 2, 4), contexts=(8, 20), sequences=(4,), shared_rows=(1, 2), rounds=2, passes=1)
 
 
 def world(tiny_model: TinyModel) -> World:
@@ -61,11 +63,11 @@ def test_every_model_gets_prices_and_every_row_comes_back(tiny_model: TinyModel)
     here, said = world(tiny_model), []
     models = measure_models(here.lm, list(here.drafters.values()), 300, 8, QUICK, said.append)
     assert list(models) == ["target", "small", "medium"] and not said
-    for name, model in models.items():
-        assert model.rows == QUICK.rows
-        single = {(n, 1, c) for n in QUICK.rows for c in QUICK.contexts}
-        several = {(4, 4, 32)} if name == "target" else set()
-        assert {(p.rows, p.sequences, p.context) for p in model.points} == single | several
+    for model in models.values():
+        alone = {(n, 1, c) for n in QUICK.rows for c in QUICK.contexts}
+        shared = {(4 * n, 4, 4 * 8) for n in QUICK.shared_rows}
+        assert {(p.rows, p.sequences, p.context) for p in model.points} == alone | shared
+        assert model.rows == (1, 2, 4, 8)
     here.check_books()
 
 
@@ -91,16 +93,16 @@ def test_the_time_ends_the_passes_but_not_the_first(tiny_model: TinyModel, monke
     here, clock = world(tiny_model), [0.0]
     passes: list[int] = []
 
-    def a_pass(*_: object) -> dict[tuple[int, int], list[float]]:
+    def a_pass(*_: object) -> list[Drafter]:
         passes.append(1)
         clock[0] += 10.0
-        return {}
+        return []
 
-    monkeypatch.setattr(forward_costs, "time_batches", a_pass)
+    monkeypatch.setattr(forward_costs, "_one_pass", a_pass)
     monkeypatch.setattr(forward_costs.time, "monotonic", lambda: clock[0])
     for seconds, expected in [(0.0, 1), (19.9, 1), (20.0, 2), (25.0, 2), (99.0, 3)]:
         passes.clear()
-        effort = Effort(rows=(1, 2), contexts=(4,), batches=(), rounds=1, passes=3, seconds=seconds)
+        effort = Effort(rows=(1, 2), contexts=(4,), sequences=(), rounds=1, passes=3, seconds=seconds)
         measure_models(here.lm, [], 300, 8, effort, print)
         assert len(passes) == expected, seconds
 
@@ -108,21 +110,27 @@ def test_the_time_ends_the_passes_but_not_the_first(tiny_model: TinyModel, monke
 def test_a_batch_is_one_forward_over_all_its_sequences(tiny_model: TinyModel) -> None:
     """Else several sequences would look as dear as several forwards, and nothing would ever be shared."""
     here = world(tiny_model)
-    before, rows_before = here.lm.num_forwards, here.lm.num_rows_forwarded
-    found = time_batches(here.lm, [(4, 1), (8, 4)], 10, 3)
-    assert {batch: len(seconds) for batch, seconds in found.items()} == {(4, 1): 3, (8, 4): 3}
+    medium = here.drafters["medium"]
+    assert isinstance(medium, CausalLMDrafter)
+    before, rows_before, drafted = here.lm.num_forwards, here.lm.num_rows_forwarded, medium.lm.num_forwards
+    found, missing = prices(here.lm, [medium], Plan(rows=(1, 2), context=10, rounds=3, sequences=4))
+    assert not missing and {(price.who, price.rows, len(price.seconds)) for price in found} == {
+        (who, rows, 3) for who in ("target", "medium") for rows in (1, 2)
+    }
     assert here.lm.num_forwards - before == 4 + 2 * (WARM_UP + 3)
     assert here.lm.num_rows_forwarded - rows_before == 4 * 10 + 12 * (WARM_UP + 3)
+    # The drafter looks at the new root of all four in every round, and then at one and at two nodes of each.
+    assert medium.lm.num_forwards - drafted == 3 * (WARM_UP + 3)
     here.check_books()
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "max_len", "contexts"), [(600, 300, [8, 20]), (600, 24, [8, 12]), (35, 300, [8, 13]), (16, 9, [3])]
+    ("num_rows", "max_len", "contexts"), [(600, 300, [8, 20]), (600, 24, [8, 12]), (24, 300, [8, 15]), (16, 9, [4])]
 )
 def test_contexts_fit_the_models(num_rows: int, max_len: int, contexts: list[int], tiny_model: TinyModel) -> None:
     """Small servers exist; measuring must not end in a pool without rows."""
     here = World(tiny_model("llama", 259, 1), num_rows=num_rows)
-    assert QUICK.contexts_within(here.lm, max_len) == contexts
+    assert [plan.context for plan in QUICK.plans(here.lm, [], max_len, 8) if plan.sequences == 1] == contexts
     measure_models(here.lm, [], max_len, 8, QUICK, print)
     here.check_books()
 

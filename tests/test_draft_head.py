@@ -16,7 +16,7 @@ import models.head_lm
 from drafters.base import DraftRequest, Halt
 from drafters.draft_head import HeadDrafter
 from models import toy
-from models.attention import make_plan
+from models.attention_plan import make_plan
 from models.draft_head import DraftHead, HeadConfig
 from models.head_lm import HeadLM, borrow_output
 from models.packed import PackedLinear, fp32_packing_available, pack_linears

@@ -117,7 +117,7 @@ def test_chunks_joined_are_the_whole_answer(server: Server, path: str, options: 
                 joined["tokens"] += choice["graft"]["tokens"]
                 joined["steps"] += choice["graft"]["steps"]
                 joined["truncated"] = choice["graft"]["truncated"]
-    assert _timeless(joined) == _timeless(whole)
+    assert _alike(_timeless(joined), _timeless(whole))
 
 
 def test_trees_come_while_the_answer_is_written(server: Server) -> None:
@@ -199,6 +199,17 @@ def test_trace_must_be_a_truth_value(server: Server) -> None:
     response = server.complete(**{**ASK, "speculative": {"trace": 1}})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "speculative.trace"
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Equal, numbers up to one in the last digit shown: two runs of a question are not computed in the same groups of rows."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) < 1.5e-4
+    return bool(one == other)
 
 
 def _timeless(graft: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import causal_lm, toy
-from models.attention import Segment, make_plan
+from models.attention import Segment
+from models.attention_plan import make_plan
 from models.causal_lm import CausalLM
 from tests.plain_forward import (
     NOTHING,
@@ -40,8 +41,8 @@ FAMILIES: list[tuple[toy.Family, bool]] = [
 def union(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Lay forwards out as on a CPU, or as on an accelerator."""
 
-    def plan(segments, pool, slots, *, union):  # type: ignore[no-untyped-def]
-        return make_plan(segments, pool, slots, union=request.param)
+    def plan(segments, pool, slots, *, union, group):  # type: ignore[no-untyped-def]
+        return make_plan(segments, pool, slots, union=request.param, group=group)
 
     monkeypatch.setattr(causal_lm, "make_plan", plan)
     return bool(request.param)
@@ -105,7 +106,7 @@ def test_one_masked_attention_equals_one_per_segment(shapes: list[tuple[int, int
         segments = [text.segment(lm, tree) for text, tree in zip(texts, trees, strict=True)]
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                causal_lm, "make_plan", lambda s, p, m, union, layout=layout: make_plan(s, p, m, union=layout)
+                causal_lm, "make_plan", lambda s, p, m, layout=layout, **_: make_plan(s, p, m, union=layout)
             )
             results.append(lm.forward(segments).logits)
         lm.pool.release(row for segment in segments for row in segment.rows)

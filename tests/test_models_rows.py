@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from models import causal_lm
-from models.attention import Segment, make_plan
+from models.attention import Segment
+from models.attention_plan import make_plan
 from models.causal_lm import CausalLM
 from models.kv_cache import OutOfRows, RowList, RowPool
 from tests.plain_forward import Text, gap, pair, plain_logits, random_text, random_tree
@@ -181,7 +182,7 @@ def test_nan_in_rows_of_others_and_in_free_rows_changes_nothing() -> None:
 
 def test_nan_in_rows_outside_the_batch_changes_nothing_in_one_masked_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """The accelerator's layout reads the rows of all sequences of the batch, and no others."""
-    monkeypatch.setattr(causal_lm, "make_plan", lambda s, p, m, union: make_plan(s, p, m, union=True))
+    monkeypatch.setattr(causal_lm, "make_plan", lambda s, p, m, **_: make_plan(s, p, m, union=True))
     rng = random.Random(4)
     _, lm = pair()
     texts = [random_text(rng, length) for length in (5, 8, 6)]
