@@ -16,6 +16,7 @@ for what the user can mend.
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,7 +40,8 @@ from bench.soak_report import checks, show_soak
 from models.loading import Placement, choose_placement
 
 SETTLE_S = 20.0  # how long a server may take to notice that everybody hung up
-_KV_ROWS = 8192  # full within minutes: a row that is used for the first time looks like a leak, and eviction wants a trial
+_KV_ROWS = 8192  # soon full: a row that is used for the first time looks like a leak, and eviction wants a trial
+_FILLING, _MOST_FILLING = 2000, 64  # tokens of a prompt that fills the cache, and how many at the most
 _TOP_LOGIT = 20.0  # of a large one; see `tolerance_of`
 
 
@@ -69,8 +71,23 @@ async def prepare(client: httpx.AsyncClient, tolerance: float, *, is_exact: bool
             Expected(text, reason or "", reply.num_tokens, calls)
             for text, reason in zip(reply.texts, reply.reasons, strict=True)
         ]
+    await _fill(client, model["max_model_len"])
     accepted = await _default_alone(client, known)
     return Plan(known, malformed(offer), offer, expected, tolerance, is_exact, accepted)
+
+
+async def _fill(client: httpx.AsyncClient, max_model_len: int) -> None:
+    """Send prompts, each another one, until every row of the caches was used: from then on memory should not grow."""
+    touched, number = -1.0, 0
+    while touched < (now := await _touched(client)) and number < _MOST_FILLING:
+        touched, number = now, number + 1
+        rng = random.Random(f"filling {number}")
+        prompt = rng.choices(range(256), k=min(max_model_len - 2, _FILLING))
+        await ask(client, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+
+
+async def _touched(client: httpx.AsyncClient) -> float:
+    return read_metrics((await client.get("/metrics")).text).get("cache_rows_touched_bytes", 0.0)
 
 
 async def _default_alone(
