@@ -85,6 +85,10 @@ class AnswerBody:
         num_cached = sum(stats.num_cached_tokens for stats in first if stats is not None)
         return usage(self.num_prompt_tokens, sum(choice.num_output_tokens for choice in self.choices), num_cached)
 
+    def running_usage(self) -> dict[str, Any]:
+        """Up to now. What the cache gave to the prompt is told with the end."""
+        return {name: count for name, count in self.usage().items() if name != "prompt_tokens_details"}
+
     def metrics(self, choices: Sequence[Choice]) -> dict[str, Any]:
         stats = [choice.stats for choice in choices if choice.stats is not None]
         return {"metrics": answer_metrics(stats, self.budget)} if stats else {}
@@ -136,13 +140,16 @@ class AnswerBody:
             **self.metrics(self.choices),
         }
 
-    async def events(self, serving: Serving, *, wants_usage: bool) -> AsyncGenerator[bytes, None]:
-        """The events of a streamed answer, the closing one included, whatever happens."""
+    async def events(self, serving: Serving, *, wants_usage: bool, is_running: bool) -> AsyncGenerator[bytes, None]:
+        """The events of a streamed answer, the closing one included, whatever happens.
+
+        With `wants_usage` a last chunk says what was used, with `is_running` every chunk what was used so far.
+        """
         head = self.head(self.dialect.chunk_object)
-        no_usage = {"usage": None} if wants_usage else {}
 
         def chunk(choice: dict[str, Any], **more: Any) -> bytes:
-            return event({**head, "choices": [choice], **no_usage, **more})
+            used = {"usage": self.running_usage() if is_running else None} if wants_usage else {}
+            return event({**head, "choices": [choice], **used, **more})
 
         def logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any] | None:
             return self.dialect.logprobs(tokens, self.texts) if tokens else None

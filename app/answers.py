@@ -54,7 +54,8 @@ async def answer(
         emit = stream.emit if serving.spans is None else serving.spans.watch(stream.emit, http.headers)
         made = _submit(stream, serving, dialect, body, prompts, echoes, assigned, grammar, reader, emit, call)
         if body.stream:
-            response = EventStream(made.events(serving, wants_usage=body.wants_usage), stream.close)
+            events = made.events(serving, wants_usage=body.wants_usage, is_running=body.wants_running_usage)
+            response = EventStream(events, stream.close)
             response.headers.update(headers)
             started = True
             return response

@@ -52,6 +52,15 @@ class StreamOptions(Body):
     """What a stream carries besides the text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's; load generators count tokens by it
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise PydanticCustomError(
+                "without_usage", "is only allowed when include_usage is true", {"param": "continuous_usage_stats"}
+            )
+        return self
 
 
 class TextPart(Body):
@@ -229,6 +238,11 @@ class GenerationBody(GuidedBody):
     def wants_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk of a stream says what was used so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 Alternatives = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]

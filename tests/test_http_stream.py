@@ -92,6 +92,27 @@ def test_usage_chunk_comes_only_when_asked_for_and_in_its_place(server: Server) 
 
 
 @pytest.mark.parametrize("path", ["complete", "chat"])
+def test_running_usage_counts_what_came_up_to_the_chunk(server: Server, path: str) -> None:
+    """Load generators divide by these counts: one chunk may carry several tokens."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = events(getattr(server, path)(stream=True, stream_options=options, max_tokens=9))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == counts[-2] == 9
+    prompt = chunks[-1]["usage"]["prompt_tokens"]
+    for chunk in chunks[:-1]:
+        count = chunk["usage"]["completion_tokens"]
+        assert chunk["usage"] == {"prompt_tokens": prompt, "completion_tokens": count, "total_tokens": prompt + count}
+    texts = [
+        choice["text"] if path == "complete" else choice["delta"].get("content", "")
+        for chunk in chunks[:-1]
+        for choice in chunk["choices"]
+    ]
+    assert [sum(map(len, texts[: end + 1])) for end in range(len(texts))] == counts[:-1], "here a token is a letter"
+    assert max(map(len, texts)) > 1, "no chunk carried several tokens"
+    assert "prompt_tokens_details" in chunks[-1]["usage"]
+
+
+@pytest.mark.parametrize("path", ["complete", "chat"])
 @pytest.mark.parametrize("options", [{}, {"stop": ["mn"]}, {"speculative": {"enabled": False}}, {"max_tokens": 1}])
 def test_streamed_and_whole_answers_agree(server: Server, path: str, options: dict[str, object]) -> None:
     """Text, finish reason, usage and metrics must not depend on how the answer travels."""

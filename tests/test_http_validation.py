@@ -317,6 +317,9 @@ def test_contradictions_are_refused(server: Server) -> None:
     refused(server.chat(top_logprobs=2, logprobs=False), "top_logprobs")
     refused(server.complete(stream_options={"include_usage": True}), "stream_options")
     refused(server.complete(stream=False, stream_options={"include_usage": True}), "stream_options")
+    alone = {"continuous_usage_stats": True}
+    refused(server.complete(stream=True, stream_options=alone), "stream_options.continuous_usage_stats")
+    refused(server.chat(stream=True, stream_options={"include_usage": False, **alone}), "stream_options.continuous_usage_stats")
     refused(server.complete(speculative={"enabled": False, "schedule": "graft"}), "speculative.schedule")
     refused(server.complete(speculative={"enabled": True, "schedule": "ar"}), "speculative.schedule")
     refused(server.complete(speculative={"enabled": False, "budget": 5}), "speculative.budget")
