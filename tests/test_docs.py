@@ -35,7 +35,7 @@ from tests.required_tools import required_tool
 
 ADDRESSES = ("http://127.0.0.1:8000", "http://HOST:8000")  # of the server in the examples
 SHOWN = {"text", "promql"}  # languages of blocks that are only looked at
-ELSEWHERE = {"cd", "docker", "export", "git", "graftserve-load", "kill", "openssl", "promtool", "sleep", "source", "sqlite3"}
+ELSEWHERE = set("cd docker export git graftserve-load guidellm kill openssl promtool sleep source sqlite3".split())
 MOST_NOT_RUN = 8
 
 ALL = [block for page in PAGES for block in blocks(page)]

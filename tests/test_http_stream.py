@@ -112,6 +112,15 @@ def test_running_usage_counts_what_came_up_to_the_chunk(server: Server, path: st
     assert "prompt_tokens_details" in chunks[-1]["usage"]
 
 
+def test_the_body_that_guidellm_sends_is_served(server: Server) -> None:
+    """As version 0.8.1 does: a field refused here is a load generator that cannot be used."""
+    content = [{"type": "text", "text": "1 0 m0"}]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"stream": True, "stream_options": options, "max_completion_tokens": 16, "ignore_eos": True}
+    chunks = events(server.chat(**body, model=MODEL, messages=[{"role": "user", "content": content}]))
+    assert chunks[-1]["usage"]["completion_tokens"] == 16
+
+
 @pytest.mark.parametrize("path", ["complete", "chat"])
 @pytest.mark.parametrize("options", [{}, {"stop": ["mn"]}, {"speculative": {"enabled": False}}, {"max_tokens": 1}])
 def test_streamed_and_whole_answers_agree(server: Server, path: str, options: dict[str, object]) -> None:
