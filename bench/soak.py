@@ -33,9 +33,9 @@ from app.measure import finish
 from app.proof import tolerance_of
 from bench.asking import Reply, ask
 from bench.server_process import ServerFailed, ServerProcess
-from bench.soak_checks import Acceptance, Expected, Series, accepted_per_step, close_calls, read_metrics
+from bench.soak_checks import Acceptance, Expected, Series, accepted_per_step, close_calls
 from bench.soak_mix import COMPLETIONS, Offer, Question, malformed, plain, questions
-from bench.soak_play import PATIENCE_S, Plan, Soak, hammer, judge
+from bench.soak_play import PATIENCE_S, Plan, Soak, hammer, judge, scrape
 from bench.soak_report import checks, show_soak
 from models.loading import Placement, choose_placement
 
@@ -87,17 +87,17 @@ async def _fill(client: httpx.AsyncClient, max_model_len: int) -> None:
 
 
 async def _touched(client: httpx.AsyncClient) -> float:
-    return read_metrics((await client.get("/metrics")).text).get("cache_rows_touched_bytes", 0.0)
+    return (await scrape(client)).get("cache_rows_touched_bytes", 0.0)
 
 
 async def _default_alone(
     client: httpx.AsyncClient, known: Sequence[Question], take: Callable[[Question, Reply], None] = lambda question, reply: None
 ) -> float | None:
     """Ask every question alone under the default schedule: drafted tokens that were accepted per step."""
-    before = read_metrics((await client.get("/metrics")).text)
+    before = await scrape(client)
     for question in known:
         take(question, await ask(client, question.path, dict(question.body)))
-    return accepted_per_step(before, read_metrics((await client.get("/metrics")).text))
+    return accepted_per_step(before, await scrape(client))
 
 
 async def ask_again(client: httpx.AsyncClient, soak: Soak, plan: Plan) -> Acceptance | None:
@@ -119,7 +119,7 @@ async def settle(client: httpx.AsyncClient) -> tuple[int, Series]:
     """Wait until nothing runs, for a while; the status of /health and the metrics then."""
     end = time.monotonic() + SETTLE_S
     while True:
-        series = read_metrics((await client.get("/metrics")).text)
+        series = await scrape(client)
         if not (series["num_requests_running"] or series["num_requests_waiting"]) or time.monotonic() > end:
             return (await client.get("/health")).status_code, series
         await asyncio.sleep(0.1)

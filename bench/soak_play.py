@@ -125,6 +125,11 @@ async def _send(client: httpx.AsyncClient, move: Move) -> Reply | None:
         return None
 
 
+async def scrape(client: httpx.AsyncClient) -> Series:
+    """What /metrics says now."""
+    return read_metrics((await client.get("/metrics")).text)
+
+
 async def hammer(
     url: str,
     soak: Soak,
@@ -142,7 +147,7 @@ async def hammer(
     async def watch(client: httpx.AsyncClient) -> None:
         while True:
             soak.memory.append((time.monotonic(), resident()))
-            soak.scrapes.append((time.monotonic(), read_metrics((await client.get("/metrics")).text)))
+            soak.scrapes.append((time.monotonic(), await scrape(client)))
             await asyncio.sleep(min(max(seconds / 300, 0.5), 5.0))
 
     async def play(client: httpx.AsyncClient, number: int) -> None:
