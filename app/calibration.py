@@ -29,7 +29,8 @@ from models.loading import Placement, choose_placement
 from scheduler.auto_budget import TARGET
 from scheduler.cost import VERSION, CostProfile, Origin
 
-_FORMAT = 2  # raise when something else is measured
+_FORMAT = 3  # raise when something else is measured
+_MOST_MISFIT = 0.25  # of a fit to quiet measurements: they came to 0.01 to 0.14, beside other programs to 0.4 and more
 
 T = TypeVar("T")
 
@@ -44,7 +45,9 @@ def profile_for(
 ) -> CostProfile:
     """The profile of the loaded models: from the cache, or measured now (half a minute on a CPU) and cached.
 
-    The engine must not be at work. `fresh` measures in any case. A cache that cannot be written costs a line of progress only.
+    The engine must not be at work. `fresh` measures in any case. Prices that contradict each other were measured while other
+    programs took the processor: they are used, and put right as the server works (`scheduler.drift`), but not kept. A cache
+    that cannot be written costs a line of progress only.
     """
     engine = loaded.engine
     assert isinstance(engine, Engine), "models can be measured in this very process only"
@@ -65,6 +68,13 @@ def profile_for(
         settings.threads,
     )
     profile = CostProfile(models, _origin(engine, settings, placement))
+    misfit = max((model.misfit for model in models.values()), default=0.0)
+    if misfit > _MOST_MISFIT:
+        progress(
+            f"costs of forwards: measurements contradict each other by {misfit:.0%}, since the machine is busy; "
+            "they are used now, but measured again at the next start"
+        )
+        return profile
     try:
         _write(file, profile.to_json())
     except OSError as error:

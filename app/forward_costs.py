@@ -6,7 +6,6 @@ slower does not make the last one look dear.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -57,7 +56,8 @@ def measure_models(
 ) -> dict[str, LatencyModel]:
     """Latency models by name, "target" first; drafters that run no model, or gave up, are not among them.
 
-    A point is the median over all passes. The first pass is made however long it takes. Raises OutOfRows without room.
+    A point is the lower quartile over all passes, since other programs can only add time. The first pass is made however long
+    it takes. Raises OutOfRows without room.
     """
     samples: Samples = defaultdict(list)
     left = [drafter for drafter in drafters if drafter.runs_model]
@@ -73,7 +73,7 @@ def measure_models(
     known = {"target", *(drafter.name for drafter in left)}
     for (name, rows, sequences, context), seconds in samples.items():
         if name in known:
-            points[name].append(Point(rows, sequences, context, round(1000 * statistics.median(seconds), 4)))
+            points[name].append(Point(rows, sequences, context, round(1000 * sorted(seconds)[len(seconds) // 4], 4)))
     return {name: LatencyModel.fit(of_one) for name, of_one in points.items()}
 
 

@@ -17,8 +17,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO
+from types import FrameType, TracebackType
+from typing import IO, NoReturn
 
 import psutil
 from pydantic import SecretStr
@@ -36,10 +36,14 @@ class ServerFailed(RuntimeError):
 
 
 class ServerProcess:
-    """A running server. It ends with the `with` block, whatever ends that."""
+    """A running server. It ends with the `with` block, whatever ends that, SIGTERM to us included.
+
+    The signal is ours meanwhile, so only the main thread can start one.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start `command` and wait until it says that it is ready. Raises ServerFailed and OSError."""
+        self._on_sigterm = signal.signal(signal.SIGTERM, _leave)  # else we would end without a chance to end it
         self._output: IO[bytes] = tempfile.TemporaryFile()  # what it writes to standard error
         self._process = subprocess.Popen(
             command,
@@ -104,6 +108,8 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
         self._output.close()
+        if signal.getsignal(signal.SIGTERM) is _leave:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
 
     def __enter__(self) -> ServerProcess:
         return self
@@ -129,6 +135,10 @@ class ServerProcess:
     def _last_line(self) -> str:
         lines = [line.strip() for line in self.written().splitlines() if line.strip()]
         return lines[-1] if lines else "it wrote nothing"
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
 
 
 def as_options(settings: Settings) -> list[str]:

@@ -33,7 +33,7 @@ from app.measure import finish
 from app.proof import tolerance_of
 from bench.asking import Reply, ask
 from bench.server_process import ServerFailed, ServerProcess
-from bench.soak_checks import Acceptance, Expected, Series, accepted_per_step, close_calls
+from bench.soak_checks import Acceptance, Expected, Series, accepted_per_step, close_calls, learned
 from bench.soak_mix import COMPLETIONS, Offer, Question, malformed, plain, questions
 from bench.soak_play import PATIENCE_S, Plan, Soak, hammer, judge, scrape
 from bench.soak_report import checks, show_soak
@@ -77,13 +77,18 @@ async def prepare(client: httpx.AsyncClient, tolerance: float, *, is_exact: bool
 
 
 async def _fill(client: httpx.AsyncClient, max_model_len: int) -> None:
-    """Send prompts, each another one, until every row of the caches was used: from then on memory should not grow."""
+    """Send prompts, each another one, until every row of the caches was used: from then on memory should not grow.
+
+    Raises ServerFailed if one is not answered.
+    """
     touched, number = -1.0, 0
     while touched < (now := await _touched(client)) and number < _MOST_FILLING:
         touched, number = now, number + 1
         rng = random.Random(f"filling {number}")
         prompt = rng.choices(range(256), k=min(max_model_len - 2, _FILLING))
-        await ask(client, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+        reply = await ask(client, COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
+        if not reply.is_answer:
+            raise ServerFailed(f"no answer to filling prompt {number}: {reply.status} {reply.error or reply.fault}")
 
 
 async def _touched(client: httpx.AsyncClient) -> float:
@@ -149,7 +154,7 @@ def main(
     try:
         with ServerProcess.start(settings) as server:
             say(f"serving at {server.url}, process {server.pid}; asking every question alone")
-            plan, health, series, rates = asyncio.run(_soak(server, soak, placement, minutes * 60, concurrency, seed))
+            plan, health, series, rates, moments = asyncio.run(_soak(server, soak, placement, minutes * 60, concurrency, seed))
             status = server.stop()
             written = server.written()
     except (ServerFailed, ValueError) as error:
@@ -188,6 +193,7 @@ def main(
         "violations": soak.violations,
         "checks": [check.as_json() for check in found],
         "memory": [(round(second - soak.memory[0][0], 2), resident) for second, resident in soak.memory],
+        "learned": {moment: learned(then) for moment, then in moments.items()},
         "settings": settings.model_dump(mode="json"),
     }
     finish("soak", placement, record, json_file)
@@ -196,12 +202,13 @@ def main(
 
 async def _soak(
     server: ServerProcess, soak: Soak, placement: Placement, seconds: float, concurrency: int, seed: int
-) -> tuple[Plan, int, Series, Acceptance | None]:
+) -> tuple[Plan, int, Series, Acceptance | None, dict[str, Series]]:
     async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE_S, trust_env=False) as client:
         tolerance = tolerance_of(placement.dtype, _TOP_LOGIT)
         plan = await prepare(client, tolerance, is_exact=placement.dtype == torch.float32)
         names = ", ".join(plan.offer.schedules)
         say(f"{len(plan.known)} questions, schedules {names}; {concurrency} clients for {seconds:g} s")
+        moments = {"before the load": await scrape(client)}
         await hammer(
             server.url,
             soak,
@@ -214,7 +221,8 @@ async def _soak(
         health, series = await settle(client)
         say("asking every question alone again")
         rates = await ask_again(client, soak, plan)
-    return plan, health, series, rates
+        moments |= {"after the load": series, "in the end": await scrape(client)}
+    return plan, health, series, rates, moments
 
 
 if __name__ == "__main__":

@@ -158,6 +158,12 @@ def accepted_per_step(before: Series, after: Series) -> float | None:
     return accepted / steps if steps > 0 else None
 
 
+def learned(series: Series) -> dict[str, float]:
+    """What the server thinks of its prices and schedules, and what its drafters got accepted so far: why acceptance moved."""
+    stems = ("price_drift{", "speedup_estimate{", "breaker_rung{", "fallbacks_total{", "spec_decode_num_")
+    return {name: value for name, value in series.items() if name.startswith(stems) and "{" in name and value}
+
+
 def server_faults(series: Series) -> str | None:
     """Errors of the server's own that it counted: requests that ended in error, answers with 500."""
     names = ("requests_total{finish_reason=error}", "request_errors_total{status=500}")

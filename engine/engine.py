@@ -28,7 +28,7 @@ from engine.outlet import Observer, Outlet
 from engine.request import FinishReason, Request, RequestStats, StepStats, StepTimes
 from engine.sequence import Sequence, open_sequence
 from engine.settle import FAILED, settle
-from engine.size import begin_step, choose_nodes, end_step
+from engine.size import Given, begin_step, choose_nodes, end_step
 from engine.steering import PriceState, Steering
 from engine.step_stats import by_schedule, close_step
 from engine.text import TextStream
@@ -278,6 +278,7 @@ class Engine:
             self._memory.share(sequence)
             records.append((sequence.stats, step))
         blocks: list[tuple[Sequence, Block]] = []
+        given: list[Given] = []
         for item in parts.scored:
             sequence, has_read = item.draft.sequence, item.draft.sequence.num_pending > 1
             settled = settle(item, share, pool=self.target.pool, drafters=self._drafters, auto=auto)
@@ -288,10 +289,11 @@ class Engine:
                 self._memory.share(sequence)
             records.append((sequence.stats, settled.counted))
             blocks.append((sequence, settled.block))
+            own_ms = 1000 * (settled.counted.draft_s + settled.counted.tree_s)
+            given.append(Given(sequence, len(settled.block.token_ids), len(item.nodes) - 1, own_ms))
         if auto is not None and parts.num_passes == 1:  # what several passes took is the price of none
             auto.forwarded(num_rows, 1000 * parts.verify_s)
-            if was_decoding and blocks:
-                given = [(sequence, len(block.token_ids)) for sequence, block in blocks]
+            if was_decoding and given:
                 end_step(auto, self.steering, given, 1000 * (time.perf_counter() - begin))
         since, self._counted_until = self._counted_until, time.perf_counter()
         close_step(records, self._counted_until - since, time.monotonic())

@@ -6,6 +6,9 @@ Whether a drafter's call pays is asked in `engine.question`.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 
 from engine.question import Draft
 from engine.sequence import Sequence
@@ -43,15 +46,46 @@ def choose_nodes(drafts: list[Draft], auto: AutoBudget | None) -> list[list[int]
     return chosen
 
 
-def end_step(auto: AutoBudget, steering: Steering | None, given: list[tuple[Sequence, int]], ms: float) -> None:
-    """A step of decoding gave each sequence so many tokens, and took `ms` in all: prices and breakers learn from it."""
-    auto.stepped((sequence.schedule.name for sequence, _ in given), tokens=sum(count for _, count in given), ms=ms)
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a step of decoding gave one sequence, and what it did for it alone."""
+
+    sequence: Sequence
+    tokens: int
+    nodes: int  # verified below its root
+    own_ms: float  # of drafting and of growing its tree
+
+
+def end_step(auto: AutoBudget, steering: Steering | None, given: list[Given], ms: float) -> None:
+    """A step of decoding took `ms` in all: prices and breakers learn what each schedule gave and took."""
+    plain_ms = auto.plain_ms
+    shares = divide(given, ms, plain_ms)
+
+    def total(name: str, of: Callable[[Sequence], str | None]) -> tuple[int, float]:
+        own = [(one.tokens, share) for one, share in zip(given, shares, strict=True) if of(one.sequence) == name]
+        return sum(tokens for tokens, _ in own), sum(share for _, share in own)
+
+    for name in {one.sequence.schedule.name for one in given}:
+        tokens, own_ms = total(name, lambda sequence: sequence.schedule.name)
+        auto.stepped(name, tokens=tokens, ms=own_ms)
     if steering is None:
         return
-    for asked in {sequence.asked.name for sequence, _ in given}:
-        own = [count for sequence, count in given if sequence.asked.name == asked and sequence.asked.is_auto]
-        if own:
-            steering.stepped(asked, tokens=sum(own), ms=ms * len(own) / len(given), plain_ms=auto.plain_ms)
+    for name in {one.sequence.asked.name for one in given if one.sequence.asked.is_auto}:
+        tokens, own_ms = total(name, lambda sequence: sequence.asked.name if sequence.asked.is_auto else None)
+        steering.stepped(name, tokens=tokens, ms=own_ms, plain_ms=plain_ms)
+
+
+def divide(given: SequenceOf[Given], ms: float, plain_ms: float) -> list[float]:
+    """Milliseconds of a step that took `ms`, by sequence; they sum to `ms`.
+
+    Everybody pays for its own drafting and, up to `plain_ms`, for the row that plain decoding would have forwarded. The rest
+    is due to drafted nodes and paid by the node: else who asks for a large tree makes his neighbors look slow.
+    """
+    common = ms - sum(one.own_ms for one in given)
+    row = min(plain_ms, common / len(given))
+    nodes = sum(one.nodes for one in given)
+    rest = common - row * len(given)
+    return [one.own_ms + row + rest * (one.nodes / nodes if nodes else 1 / len(given)) for one in given]
 
 
 def _cut(draft: Draft) -> list[int]:

@@ -17,7 +17,7 @@ rank, separately for nodes of which the drafters were sure and unsure and, at th
     budget.drafted(offer)                                 # after it
     budget.choose(trees, ["small"])                       # before verification: the nodes of each tree
     budget.verified(tree, nodes, path)                    # after it
-    budget.stepped(["small"], tokens=3, ms=31.0)
+    budget.stepped("small", tokens=3, ms=31.0)
 """
 
 from __future__ import annotations
@@ -118,19 +118,17 @@ class AutoBudget:
 
     def call_ms(self, offers: Sequence[Offer]) -> float:
         """Milliseconds of one call of one drafter for all `offers`."""
-        total = 0.0
-        for turn in range(max((len(offer.passes) for offer in offers), default=0)):
-            taking = [offer for offer in offers if len(offer.passes) > turn]
-            rows = sum(offer.passes[turn] for offer in taking)
-            context = sum(offer.context for offer in taking)
-            total += self.costs.ms(taking[0].drafter, rows, sequences=len(taking), context=context)
-        return total
+        drafter = offers[0].drafter
+        return sum(self.costs.ms(drafter, rows, sequences=n, context=context) for rows, n, context in self._passes(offers))
 
     def called(self, offers: Sequence[Offer], ms: float) -> None:
         """A call for `offers`, as they were before it, took `ms`: prices follow the machine."""
         drafter = offers[0].drafter
         if drafter in self.costs.profile.models and any(offer.passes for offer in offers):
-            self.costs.compare(drafter, self.call_ms(offers) / self.costs.drift(drafter), ms)
+            passes = self._passes(offers)
+            predicted = sum(self.costs.profile.ms(drafter, rows, sequences=n, context=context) for rows, n, context in passes)
+            rows, sequences, _ = max(passes)  # which decides most of it
+            self.costs.compare(drafter, predicted, ms, rows=rows, sequences=sequences)
 
     def drafted(self, offer: Offer) -> None:
         """A call was answered: remember how probable children turned out to be."""
@@ -177,14 +175,13 @@ class AutoBudget:
         step = self._step
         self.costs.observe(TARGET, max(rows, step.sequences), step.sequences, step.context, ms)
 
-    def stepped(self, schedules: Iterable[str], *, tokens: int, ms: float) -> None:
-        """The step is over: `tokens` came out of it in `ms`, drafting included. For steps without prompts only."""
+    def stepped(self, schedule: str, *, tokens: int, ms: float) -> None:
+        """`schedule` emitted `tokens` in `ms`, its share of a step, drafting included. For steps without prompts only."""
         if not (math.isfinite(ms) and ms > 0):
             return
-        plain = tokens / self._plain_rate()
-        for schedule in set(schedules):
-            before = self._history.get(schedule, (0.0, 0.0))
-            self._history[schedule] = (self._keep * before[0] + plain, self._keep * before[1] + ms)
+        plain = tokens * self.plain_ms
+        before = self._history.get(schedule, (0.0, 0.0))
+        self._history[schedule] = (self._keep * before[0] + plain, self._keep * before[1] + ms)
 
     # ---- what it knows ----------------------------------------------------------------------------------------------
 
@@ -211,11 +208,8 @@ class AutoBudget:
     def _row_ms(self) -> float:
         """Milliseconds of one more row, on average over a few."""
         step, more = self._step, 4 * self._step.sequences
-        few, many = (
-            self.costs.ms(TARGET, rows, sequences=step.sequences, context=step.context)
-            for rows in (step.base_rows, step.base_rows + more)
-        )
-        return (many - few) / more
+        curve = self.costs.curve(TARGET, step.base_rows + more, sequences=step.sequences, context=step.context)
+        return float(curve[-1] - curve[step.base_rows - 1]) / more
 
     def _expected_gain(self, offer: Offer, masses: Floats, row: float) -> float:
         """Tokens that the children are expected to bring, each less the price of its row."""
@@ -223,6 +217,16 @@ class AutoBudget:
         for node, mass in zip(offer.nodes, masses.tolist(), strict=True):
             gain += sum(max(factor * mass * edge - row, 0.0) for edge in self._children_of(offer, node))
         return gain
+
+    @staticmethod
+    def _passes(offers: Sequence[Offer]) -> list[tuple[int, int, int]]:
+        """Rows, sequences and context of each forward that a call for `offers` takes."""
+        passes = []
+        for turn in range(max((len(offer.passes) for offer in offers), default=0)):
+            taking = [offer for offer in offers if len(offer.passes) > turn]
+            rows, context = sum(offer.passes[turn] for offer in taking), sum(offer.context for offer in taking)
+            passes.append((rows, len(taking), context))
+        return passes
 
     def _children_of(self, offer: Offer, node: int) -> list[float]:
         if node == 0:

@@ -95,7 +95,7 @@ def test_the_chosen_nodes_are_the_best_tree_there_is(seed: int, row_ms: float, r
     grow_tree(rng, tree, 7, drafters=("medium",))
     auto = budget(row_ms=row_ms)
     for _ in range(200):
-        auto.stepped(["m"], tokens=10, ms=200.0 / rate)
+        auto.stepped("m", tokens=10, ms=200.0 / rate)
     paths = auto.acceptance.acceptance.paths(tree)
     worth = {}
     for size in range(7):
@@ -127,13 +127,13 @@ def test_the_speed_up_is_what_plain_decoding_would_have_taken_over_what_was_take
     auto = budget()
     assert auto.speedup("m") == 1.0, "nothing is known yet"
     for _ in range(600):
-        auto.stepped(["m"], tokens=3, ms=30.0)
+        auto.stepped("m", tokens=3, ms=30.0)
     assert auto.speedup("m") == pytest.approx(2.0, rel=0.02) and auto.speedup("other") == 1.0
     for _ in range(600):
-        auto.stepped(["m"], tokens=1, ms=40.0)
+        auto.stepped("m", tokens=1, ms=40.0)
     assert auto.speedup("m") == pytest.approx(0.5, rel=0.05)
     assert auto.rate("m") == pytest.approx(1 / 20), "time is worth at least what plain decoding makes of it"
-    auto.stepped(["m"], tokens=1, ms=math.nan)
+    auto.stepped("m", tokens=1, ms=math.nan)
     assert auto.speedup("m") == pytest.approx(0.5, rel=0.05), "a broken clock teaches nothing"
 
 

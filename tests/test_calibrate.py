@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,18 @@ import typer
 from transformers import PreTrainedModel
 from typer.testing import CliRunner, Result
 
-from app import forward_costs
+from app import calibration, forward_costs
 from app.calibration import cache_file, in_own_thread, profile_for
 from app.commands.calibrate import calibrate
 from app.config import Settings
-from app.drafter_price import Plan, prices
+from app.drafter_price import Plan, Price, prices
 from app.forward_costs import Effort, measure_models
 from app.measure import WARM_UP
 from app.serving import LoadedEngine
 from drafters.base import Drafter
 from drafters.causal_lm import CausalLMDrafter
 from models.loading import choose_placement
-from scheduler.cost import CostProfile
+from scheduler.cost import CostProfile, LatencyModel, Point
 from tests.engine_world import World
 from tests.toy_heads import tail_head
 
@@ -52,6 +53,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("GRAFTSERVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(calibration, "_MOST_MISFIT", math.inf)  # tests run side by side, which is as busy as a machine gets
     return tmp_path / "cache"
 
 
@@ -151,6 +153,39 @@ def test_a_profile_is_measured_once(cache: Path, tiny_model: TinyModel) -> None:
     profile_for(loaded(here), plain_settings(), said.append, effort=QUICK, fresh=True)
     assert here.lm.num_forwards > forwards
     assert list((cache / "costs").iterdir()) == [file]
+
+
+QUIET = ((1, 64, 25.1), (1, 512, 29.4), (2, 64, 28.0), (2, 512, 31.6), (4, 64, 31.4), (4, 512, 35.7), (8, 64, 42.8))
+BUSY = ((1, 64, 99.6), (1, 512, 37.0), (2, 64, 100.8), (2, 512, 34.2), (4, 64, 73.4), (4, 512, 70.9), (8, 64, 119.0))
+
+
+@pytest.mark.parametrize(("measured", "is_kept"), [(QUIET, True), (BUSY, False)])
+def test_prices_of_a_busy_machine_are_used_but_not_kept(
+    measured: Sequence[tuple[int, int, float]],
+    is_kept: bool,
+    tmp_path: Path,
+    tiny_model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both were measured on one machine, minutes apart. Kept, the second made speculation look too dear ever after."""
+    monkeypatch.setenv("GRAFTSERVE_CACHE", str(tmp_path))
+    model = LatencyModel.fit(Point(rows, 1, context, ms) for rows, context, ms in measured)
+    monkeypatch.setattr(calibration, "measure_models", lambda *_: {"target": model})
+    here, said = world(tiny_model), []
+    assert profile_for(loaded(here), plain_settings(), said.append, effort=QUICK).models == {"target": model}
+    assert (tmp_path / "costs").exists() == is_kept
+    assert ("kept in" if is_kept else "measured again at the next start") in said[-1]
+
+
+def test_disturbed_rounds_do_not_change_a_price(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs only add time, so what most rounds say is too much if they ran in more than half of them."""
+    monkeypatch.setattr(
+        forward_costs,
+        "prices",
+        lambda target, drafters, plan: ([Price("target", n, (1e-3 * n, 1e-3 * n, 9.0, 9.0, 9.0)) for n in plan.rows], {}),
+    )
+    models = measure_models(world(tiny_model).lm, [], 300, 8, QUICK, print)
+    assert {point.ms for point in models["target"].points} == {1.0, 2.0, 4.0}
 
 
 def test_a_damaged_profile_is_measured_again(cache: Path, tiny_model: TinyModel) -> None:

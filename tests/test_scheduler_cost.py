@@ -9,11 +9,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.cost import CostProfile, LatencyModel, Origin, Point
-from scheduler.drift import DriftRule, LiveCosts
 from scheduler.isotonic import non_decreasing
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -219,61 +218,3 @@ def test_a_model_without_measurements_has_no_price() -> None:
     """Zero would be a price, and the best one."""
     with pytest.raises(KeyError, match="medium"):
         profile().ms("medium", 1)
-
-
-# ---- drift ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_machine_that_gets_slower_is_followed_and_found_again() -> None:
-    """With a half-life of 8, 80 forwards leave a thousandth of the old belief."""
-    live = LiveCosts(profile(), DriftRule(half_life=8))
-    assert live.drift("target") == 1.0
-    for factor in (2.0, 0.5, 1.0):
-        for _ in range(80):
-            live.observe("target", 4, 1, 0, factor * live.profile.ms("target", 4))
-        assert live.drift("target") == pytest.approx(factor, rel=0.01)
-        assert live.ms("target", 8) == pytest.approx(17.0 * factor, rel=0.01)
-        assert live.curve("target", 8)[-1] == pytest.approx(live.ms("target", 8))
-
-
-def test_half_of_a_change_is_believed_after_the_half_life() -> None:
-    """The parameter means what it says."""
-    live = LiveCosts(profile(), DriftRule(half_life=10))
-    for _ in range(10):
-        live.observe("target", 1, 1, 0, 20.0)
-    assert live.drift("target") == pytest.approx(math.sqrt(2))
-
-
-def test_a_single_pause_moves_little() -> None:
-    """A garbage collection of a second must not stop speculation; without the cut it would be a factor of 1.1 here."""
-    live = LiveCosts(profile())
-    live.observe("target", 1, 1, 0, 1e6)
-    assert live.drift("target") < 1.03
-
-
-def test_one_models_drift_is_not_anothers() -> None:
-    """A drafter on other cores."""
-    live = LiveCosts(profile(target=LatencyModel((1, 8), (10.0, 17.0)), small=LatencyModel((1, 8), (1.0, 2.0))))
-    live.observe("small", 1, 1, 0, 2.0)
-    assert live.drift("target") == 1.0 < live.drift("small")
-
-
-@settings(max_examples=60)
-@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60), st.floats(1.0, 5.0), st.floats(0.1, 50))
-def test_whatever_the_clock_says_prices_stay_positive_ordered_and_bounded(
-    clock: list[float], limit: float, half_life: float
-) -> None:
-    """NaN, negative, infinite, denormal: a price that is one of these would end drafting, or never end it."""
-    live = LiveCosts(profile(), DriftRule(half_life, limit))
-    for ms in clock:
-        live.observe("target", 3, 1, 50, ms)
-        assert 1 / limit * (1 - 1e-12) <= live.drift("target") <= limit * (1 + 1e-12)
-    curve = live.curve("target", 30)
-    assert np.all(np.isfinite(curve)) and np.all(curve > 0) and np.all(np.diff(curve) >= 0)
-
-
-@pytest.mark.parametrize("rule", [{"half_life": 0}, {"half_life": math.nan}, {"limit": 0.5}, {"limit": math.inf}])
-def test_rules_without_bounds_are_refused(rule: dict[str, float]) -> None:
-    """They could correct a price to nothing."""
-    with pytest.raises(ValueError, match=next(iter(rule))):
-        DriftRule(**rule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from app.config import Settings
@@ -350,6 +352,26 @@ def test_a_server_that_does_not_start_says_why() -> None:
     code = "import sys; sys.exit('no such model')"
     with pytest.raises(ServerFailed, match="ended with 1: no such model"):
         ServerProcess([sys.executable, "-c", code], {})
+
+
+def test_no_server_outlives_a_soak_that_is_told_to_end() -> None:
+    """SIGTERM ends a Python program without a word; the server, on all cores, would be left for somebody else to find."""
+    serve = "import os, sys, time; print(f'ready in 1 s at http://{os.getpid()}', file=sys.stderr, flush=True); time.sleep(60)"
+    soak = f"""
+import sys, time
+from bench.server_process import ServerProcess
+with ServerProcess([sys.executable, "-c", {serve!r}], {{}}) as server:
+    print(server.url, flush=True)
+    time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", soak], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    server = int(process.stdout.readline().removeprefix("http://"))
+    assert psutil.pid_exists(server)
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert not psutil.pid_exists(server)
+    process.stdout.close()
 
 
 @pytest.mark.slow
