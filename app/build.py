@@ -15,7 +15,7 @@ import torch
 
 from app import drafting
 from app.calibration import profile_for, read_profile
-from app.config import AUTO_RULE, MEASURE_COSTS, NO_COSTS, NO_RULE, Settings
+from app.config import AUTO, MEASURE_COSTS, NO_COSTS, NONE, Settings
 from app.drafting import NGRAM, LoadedDrafter, is_truncated, lm_row_bytes, vocab_size
 from app.heap import map_large_blocks
 from app.serving import LoadedEngine
@@ -162,11 +162,14 @@ def _set_prices(loaded: LoadedEngine, settings: Settings, progress: Progress) ->
 
 def _fitted(settings: Settings, names: dict[str, str]) -> tuple[Rule | None, Selector | None]:
     """What `guided` and `nde` go by; ValueError that names the setting for a file that holds no such thing."""
-    rule_file = None
-    if settings.rule != NO_RULE:
-        rule_file = drafting.shipped_rule(names) if settings.rule == AUTO_RULE else Path(settings.rule)
-    rule = _read("rule", rule_file, lambda file: Rule.from_json(file.read_text("utf-8")))
-    return rule, _read("selector", settings.selector, Selector.load)
+
+    def file_of(setting: str, shipped: str) -> Path | None:
+        if setting == NONE:
+            return None
+        return drafting.shipped_for(names, shipped) if setting == AUTO else Path(setting)
+
+    rule = _read("rule", file_of(settings.rule, "rule.json"), lambda file: Rule.from_json(file.read_text("utf-8")))
+    return rule, _read("selector", file_of(settings.selector, "selector.safetensors"), Selector.load)
 
 
 def _read(setting: str, file: Path | None, read: Callable[[Path], Fitted]) -> Fitted | None:

@@ -19,7 +19,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 
 ENV_PREFIX = "GRAFTSERVE_"
 MEASURE_COSTS, NO_COSTS = "measure", "none"  # of the setting `costs`
-AUTO_RULE, NO_RULE = "auto", "none"  # of the setting `rule`
+AUTO, NONE = "auto", "none"  # of the settings `rule` and `selector`
 EMBEDDED = "embedded"  # the default target, which an installed wheel brings along
 CONFIG_VARIABLE = "GRAFTSERVE_CONFIG"  # names the file; not itself a setting
 LEAST_KEY_LENGTH = 8  # characters of an API key
@@ -70,8 +70,10 @@ class Settings(BaseSettings):
         min_length=1,
         description="Rule of 'guided': a file of `fit-scheduler`; auto: the one for the shipped drafters; none: no rule.",
     )
-    selector: Path | None = Field(
-        default=None, description="Network of 'nde': a file of `fit-scheduler --kind nde`; none: there is no such schedule."
+    selector: str = Field(
+        default="auto",
+        min_length=1,
+        description="Network of 'nde': a file of `fit-scheduler --kind nde`; auto: the one for the shipped drafters; none: no 'nde'.",
     )
     schedule: str | None = Field(
         default=None, description="Schedule of requests that name none; none: chosen by the drafters."

@@ -74,9 +74,9 @@ def resolve(name: str | None, role: str, target: str) -> str | None:
     return NGRAM if role == "small" else TRUNCATED
 
 
-def shipped_rule(names: Mapping[str, str]) -> Path | None:
-    """The rule that was fitted for these resolved drafters, by role; None if none comes with the program."""
-    file = SHIPPED / "rule.json"
+def shipped_for(names: Mapping[str, str], file_name: str) -> Path | None:
+    """What was fitted for these resolved drafters, by role, under that name; None if nothing comes with the program."""
+    file = SHIPPED / file_name
     return file if set(names.values()) == {PRETRAINED} and len(names) == 2 and file.is_file() else None
 
 

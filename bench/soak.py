@@ -59,6 +59,7 @@ async def prepare(client: httpx.AsyncClient, tolerance: float, *, is_exact: bool
         model["max_model_len"],
         has_chat=chat.status_code == 200,
         has_prices=auto.status_code == 200,
+        drawing=frozenset(entry["name"] for entry in listed if not entry["keeps_seeded_text"]),
     )
     known = questions(offer)
     expected = {}

@@ -78,6 +78,7 @@ class Offer:
     max_model_len: int
     has_chat: bool = True
     has_prices: bool = True  # without them it refuses the budget "auto"
+    drawing: frozenset[str] = frozenset()  # schedules under which a seed gives another text than under plain decoding
 
     @property
     def budgets(self) -> Sequence[int | str | None]:
@@ -161,7 +162,7 @@ def draw(rng: random.Random, known: Sequence[Question], wrong: Sequence[Malforme
     if kind == "look":
         return Move(kind, rng.choice(("/health", "/v1/models", "/v1/schedules", "/metrics")), {})
     question = rng.choice(known)
-    how = {**_speculation(rng, offer), **_streaming(rng.random() < 0.5 or kind == "hang up in the stream")}
+    how = {**_speculation(rng, offer, question), **_streaming(rng.random() < 0.5 or kind == "hang up in the stream")}
     if kind == "answer":
         return Move(kind, question.path, {**question.body, **how}, question)
     open_ended = {key: value for key, value in question.body.items() if key not in ("seed", "stop")}
@@ -188,8 +189,9 @@ def _prompt(path: str, prompt: str) -> dict[str, Any]:
     return {"prompt": prompt} if path == COMPLETIONS else {"messages": [{"role": "user", "content": prompt}]}
 
 
-def _speculation(rng: random.Random, offer: Offer) -> dict[str, Any]:
-    schedule = rng.choice([None, *offer.schedules])
+def _speculation(rng: random.Random, offer: Offer, question: Question) -> dict[str, Any]:
+    known = [name for name in offer.schedules if not (question.is_sampled and name in offer.drawing)]
+    schedule = rng.choice([None, *known])
     if schedule is None:
         return {}
     budget = None if schedule == PLAIN else rng.choice(offer.budgets)  # plain decoding takes none

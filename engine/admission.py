@@ -86,6 +86,11 @@ def is_lossless(schedule: RuleNames) -> bool:
     return all(EVERY_VERIFIER[name].lossless for name in (schedule.greedy_verifier, schedule.sampling_verifier))
 
 
+def keeps_seeded_text(schedule: RuleNames) -> bool:
+    """Whether a seed gives the text that plain decoding gives: the walk spends random numbers by position, as that does."""
+    return schedule.sampling_verifier == "walk"
+
+
 def choose_schedule(
     request: Request, schedules: Mapping[str, Schedule], default: str, *, max_budget: int, has_prices: bool
 ) -> Schedule:

@@ -106,10 +106,11 @@ class AutoBudget:
             if offer.drafter not in self.costs.profile.models:  # free
                 return offer
             if everywhere is None:
-                everywhere = open_masses(self.acceptance.acceptance.paths(offer.tree, offer.record), offer.tree.parent)
+                paths = self.acceptance.acceptance.paths(offer.tree, offer.record)
+                everywhere = open_masses(paths, offer.tree.parent).tolist()
             call_ms = self.call_ms([offer] * sharing) / sharing
-            masses = everywhere[list(offer.nodes)]
-            if not may_pay(float(masses.sum()), rate, call_ms):
+            masses = [everywhere[node] for node in offer.nodes]
+            if not may_pay(sum(masses), rate, call_ms):
                 continue  # for sure; what follows is a guess
             worth = self._expected_gain(offer, masses, row) - rate * call_ms
             if worth > most:
@@ -208,13 +209,16 @@ class AutoBudget:
     def _row_ms(self) -> float:
         """Milliseconds of one more row, on average over a few."""
         step, more = self._step, 4 * self._step.sequences
-        curve = self.costs.curve(TARGET, step.base_rows + more, sequences=step.sequences, context=step.context)
-        return float(curve[-1] - curve[step.base_rows - 1]) / more
+        few, many = (
+            self.costs.ms(TARGET, rows, sequences=step.sequences, context=step.context)
+            for rows in (step.base_rows, step.base_rows + more)
+        )
+        return max(many - few, 0.0) / more
 
-    def _expected_gain(self, offer: Offer, masses: Floats, row: float) -> float:
+    def _expected_gain(self, offer: Offer, masses: Sequence[float], row: float) -> float:
         """Tokens that the children are expected to bring, each less the price of its row."""
         gain, factor = 0.0, 1.0 if offer.record is None else offer.record.factor(offer.drafter)
-        for node, mass in zip(offer.nodes, masses.tolist(), strict=True):
+        for node, mass in zip(offer.nodes, masses, strict=True):
             gain += sum(max(factor * mass * edge - row, 0.0) for edge in self._children_of(offer, node))
         return gain
 

@@ -100,6 +100,7 @@ class LiveCosts:
         self._load: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._shape = {model: _Shape() for model in profile.models}
         self._latest = dict.fromkeys(profile.models, 0.0)
+        self._asked: dict[tuple[str, int, int, int], float] = {}  # prices since the last forward: a step asks for few, often
 
     def observe(self, model: str, rows: int, sequences: int, context: int, ms: float) -> None:
         """A forward took `ms`. What no clock can mean (NaN, infinite, not positive) is passed over.
@@ -123,6 +124,7 @@ class LiveCosts:
         self._shape[model].move(rows, _SHARES["shape"] * step)
         self._keep_within(model, rows, sequences)
         self._latest[model] = self._log_factor(model, rows, sequences)
+        self._asked.clear()
 
     def drift(self, model: str) -> float:
         """Measured over predicted, as of the model's last forward: 1 is as profiled, 2 twice as slow."""
@@ -130,8 +132,12 @@ class LiveCosts:
 
     def ms(self, model: str, rows: int, *, sequences: int = 1, context: int = 0) -> float:
         """Milliseconds of a forward, corrected."""
-        factor = math.exp(self._log_factor(model, rows, sequences))
-        return factor * self.profile.ms(model, rows, sequences=sequences, context=context)
+        key = (model, rows, sequences, context)
+        known = self._asked.get(key)
+        if known is None:
+            factor = math.exp(self._log_factor(model, rows, sequences))
+            known = self._asked[key] = factor * self.profile.ms(model, rows, sequences=sequences, context=context)
+        return known
 
     def curve(self, model: str, most: int, *, sequences: int = 1, context: int = 0) -> Floats:
         """`[most]`: milliseconds of 1, 2, … `most` rows, corrected; never falling, which `ms` alone does not promise."""

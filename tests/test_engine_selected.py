@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from app.build import build
 from app.config import Settings
+from engine.admission import is_lossless, keeps_seeded_text
 from models.toy import byte_tokenizer, tiny_causal_lm
 from scheduler.registry import build_schedules
 from scheduler.schedule import Action, Schedule, Word
@@ -133,6 +134,7 @@ def test_nde_is_offered_where_there_is_a_network() -> None:
         small="small", medium="medium", budget=8, is_auto=True, selector=Selector(SelectorConfig("khisti"))
     )["nde"]
     assert found.sampling_verifier == "khisti" and found.budget == 8 and not found.is_auto
+    assert is_lossless(found) and not keeps_seeded_text(found)
     assert "nde" not in build_schedules(small="small", medium="medium", budget=8)
 
 
@@ -142,6 +144,6 @@ def test_a_file_that_is_no_selector_is_refused_by_the_name_of_the_setting(tmp_pa
     tiny_causal_lm("llama", 259, 0).save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     for file in (folder / "model.safetensors", tmp_path / "nothing"):
-        settings = Settings(target=str(folder), small="ngram", medium=None, selector=file, costs="none")
+        settings = Settings(target=str(folder), small="ngram", medium=None, selector=str(file), costs="none")
         with pytest.raises(ValueError, match="selector = "):
             build(settings, lambda line: None)

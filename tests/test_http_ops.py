@@ -136,6 +136,7 @@ def test_models_and_schedules_describe_what_can_be_asked_for() -> None:
         assert [s["name"] for s in schedules] == ["ar", "chain", "graft"]
         assert [s["default"] for s in schedules] == [False, False, True]
         assert all(s["description"] and s["budget"] >= 1 for s in schedules)
+        assert all(s["lossless"] and s["keeps_seeded_text"] for s in schedules)
 
 
 def test_request_ids_are_taken_over_if_harmless_and_made_up_otherwise() -> None:

@@ -335,6 +335,15 @@ def test_what_a_server_does_not_offer_is_not_asked() -> None:
         questions(Offer(["ar"], 300))
 
 
+def test_a_seed_is_not_asked_of_a_schedule_that_draws_its_trees() -> None:
+    """Its text differs from plain decoding's by right; at temperature 0 it must not, and is asked."""
+    offer = Offer(["ar", "nde"], 2000, drawing=frozenset({"nde"}))
+    known = questions(offer)
+    moves = [draw(random.Random(i), known, malformed(offer), offer) for i in range(600)]
+    asked = [move for move in moves if move.body.get("speculative", {}).get("schedule") == "nde" and move.kind == "answer"]
+    assert asked and not [move for move in asked if move.question is None or move.question.is_sampled]
+
+
 # Processes.
 
 

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from app.answers import check_model
 from app.metrics import CONTENT_TYPE, Metrics
 from app.serving import Ready, Serving
-from engine.admission import is_lossless
+from engine.admission import is_lossless, keeps_seeded_text
 
 router = APIRouter()
 
@@ -41,6 +41,7 @@ async def list_schedules(serving: Ready) -> dict[str, Any]:
             "budget": schedule.budget,
             "auto": schedule.is_auto,  # the budget is the most, and prices decide
             "lossless": is_lossless(schedule),
+            "keeps_seeded_text": keeps_seeded_text(schedule),
             "default": name == engine.default_schedule,
         }
         for name, schedule in engine.schedules.items()
