@@ -73,7 +73,7 @@ class Settings(BaseSettings):
     selector: str = Field(
         default="auto",
         min_length=1,
-        description="Network of 'nde': a file of `fit-scheduler --kind nde`; auto: the one for the shipped drafters; none: no 'nde'.",
+        description="Network of 'nde': file of `fit-scheduler`; auto: the shipped drafters' own; none: no 'nde'.",
     )
     schedule: str | None = Field(
         default=None, description="Schedule of requests that name none; none: chosen by the drafters."

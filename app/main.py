@@ -27,6 +27,7 @@ from app.errors import HANDLED, answer_error
 from app.experiments.experiment import Experiment, arm_label
 from app.experiments.live import Experiments
 from app.experiments.store import Store
+from app.heap import give_back_at_rest
 from app.metrics import Metrics
 from app.middleware import Edge, rules_of
 from app.openapi import describe_api
@@ -58,12 +59,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_become_ready(app, load, settings, metrics, on_failure))
+        background = asyncio.create_task(_work_behind(app, load, settings, metrics, on_failure))
         try:
             yield
         finally:
-            loading.cancel()  # the thread cannot be stopped, but nobody waits for it
-            await asyncio.gather(loading, return_exceptions=True)
+            background.cancel()  # the thread that loads cannot be stopped, but nobody waits for it
+            await asyncio.gather(background, return_exceptions=True)
             serving: Serving | None = app.state.serving
             if serving is not None:
                 await to_thread.run_sync(serving.engine.stop)
@@ -99,6 +100,19 @@ def create_app(
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
+
+
+async def _work_behind(
+    app: FastAPI,
+    load: Callable[[], LoadedEngine],
+    settings: Settings,
+    metrics: Metrics,
+    on_failure: Callable[[BaseException], None] | None,
+) -> None:
+    """Load, and from then on give free memory back whenever nobody asks for anything."""
+    await _become_ready(app, load, settings, metrics, on_failure)
+    if app.state.serving is not None:
+        await give_back_at_rest(app.state.serving.engine)
 
 
 async def _become_ready(

@@ -78,7 +78,9 @@ def main(
                 say(f"starting the server (target: {settings.target})")
                 server = stack.enter_context(ServerProcess.start(settings))
             address = url or server.url
-            about, cells = asyncio.run(_measure(address, levels, names, asked, options, repeats))
+            # A server of ours asks for none.
+            key = settings.api_keys[0].get_secret_value() if url and settings.api_keys else None
+            about, cells = asyncio.run(_measure(address, levels, names, asked, options, repeats, key=key))
     except (ServerFailed, httpx.HTTPError) as error:
         fail(f"{address if url else 'the server'}: {describe(error)}" if isinstance(error, httpx.HTTPError) else str(error))
 
@@ -116,10 +118,20 @@ def read_levels(text: str) -> list[int]:
 
 
 async def _measure(
-    url: str, levels: Sequence[int], names: Sequence[str], asked: Sequence[Prompt], options: dict[str, Any], repeats: int
+    url: str,
+    levels: Sequence[int],
+    names: Sequence[str],
+    asked: Sequence[Prompt],
+    options: dict[str, Any],
+    repeats: int,
+    *,
+    key: str | None = None,
 ) -> tuple[dict[str, Any], list[Cell]]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=max(levels))
-    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(
+        base_url=url, timeout=PATIENCE_S, limits=limits, headers=headers, trust_env=False
+    ) as client:
         offered = {entry["name"]: entry for entry in (await client.get("/v1/schedules")).raise_for_status().json()["data"]}
         if unknown := [name for name in names if name != DEFAULT and name not in offered]:
             fail(f"schedule {unknown[0]!r} is not one of {', '.join([DEFAULT, *offered])}")

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -35,11 +34,10 @@ from bench.asking import Reply, ask
 from bench.server_process import ServerFailed, ServerProcess
 from bench.soak_checks import Acceptance, Expected, Series, accepted_per_step, close_calls, learned
 from bench.soak_mix import COMPLETIONS, Offer, Question, malformed, plain, questions
-from bench.soak_play import PATIENCE_S, Plan, Soak, hammer, judge, scrape
+from bench.soak_play import PATIENCE_S, Plan, Soak, hammer, judge, scrape, settle
 from bench.soak_report import checks, show_soak
 from models.loading import Placement, choose_placement
 
-SETTLE_S = 20.0  # how long a server may take to notice that everybody hung up
 _KV_ROWS = 8192  # soon full: a row that is used for the first time looks like a leak, and eviction wants a trial
 _FILLING, _MOST_FILLING = 2000, 64  # tokens of a prompt that fills the cache, and how many at the most
 _TOP_LOGIT = 20.0  # of a large one; see `tolerance_of`
@@ -121,16 +119,6 @@ async def ask_again(client: httpx.AsyncClient, soak: Soak, plan: Plan) -> Accept
     return None if plan.accepted is None or accepted is None else Acceptance(plan.accepted, accepted)
 
 
-async def settle(client: httpx.AsyncClient) -> tuple[int, Series]:
-    """Wait until nothing runs, for a while; the status of /health and the metrics then."""
-    end = time.monotonic() + SETTLE_S
-    while True:
-        series = await scrape(client)
-        if not (series["num_requests_running"] or series["num_requests_waiting"]) or time.monotonic() > end:
-            return (await client.get("/health")).status_code, series
-        await asyncio.sleep(0.1)
-
-
 @takes_settings
 def main(
     settings: Settings,
@@ -161,7 +149,7 @@ def main(
     except (ServerFailed, ValueError) as error:
         fail(describe(error))
     found = checks(
-        soak.memory,
+        soak.at_rest,
         soak.scrapes,
         rates,
         series,
@@ -193,12 +181,17 @@ def main(
         "near_ties": soak.num_near_ties,
         "violations": soak.violations,
         "checks": [check.as_json() for check in found],
-        "memory": [(round(second - soak.memory[0][0], 2), resident) for second, resident in soak.memory],
+        "memory": _from_start(soak, soak.memory),
+        "memory_at_rest": _from_start(soak, soak.at_rest),
         "learned": {moment: learned(then) for moment, then in moments.items()},
         "settings": settings.model_dump(mode="json"),
     }
     finish("soak", placement, record, json_file)
     raise typer.Exit(0 if is_right else 1)
+
+
+def _from_start(soak: Soak, samples: Sequence[tuple[float, int]]) -> list[tuple[float, int]]:
+    return [(round(second - soak.memory[0][0], 2), resident) for second, resident in samples]
 
 
 async def _soak(
@@ -219,7 +212,8 @@ async def _soak(
             seed=seed,
             resident=server.resident_bytes,
         )
-        health, series = await settle(client)
+        series = await settle(client)
+        health = (await client.get("/health")).status_code
         say("asking every question alone again")
         rates = await ask_again(client, soak, plan)
         moments |= {"after the load": series, "in the end": await scrape(client)}

@@ -15,8 +15,11 @@ from bench.asking import Reply, ask, send_raw
 from bench.soak_checks import Expected, Series, read_metrics
 from bench.soak_mix import Malformed, Move, Offer, Question, draw
 
+SETTLE_S = 20.0  # how long a server may take to notice that everybody hung up
 PATIENCE_S = 180.0  # a client that waits longer for an answer calls it lost
 _KEPT = 20  # violations that are told in full
+_RESTS, _LEAST_WORK_S = 12, 5.0  # how often the clients rest, and how long they work in between at least
+_REST_S = 4.0  # by then a server that has nothing to do has given its free memory back
 
 
 @dataclass(slots=True)
@@ -30,7 +33,8 @@ class Soak:
     num_violations: int = 0
     violations: list[str] = field(default_factory=list)  # the first ones
     memory: list[tuple[float, int]] = field(default_factory=list)  # seconds, resident bytes
-    scrapes: list[tuple[float, Series]] = field(default_factory=list)  # seconds, /metrics
+    at_rest: list[tuple[float, int]] = field(default_factory=list)  # the same, while nobody asked for anything
+    scrapes: list[tuple[float, Series]] = field(default_factory=list)  # seconds, /metrics, at rest
 
     def blame(self, what: str) -> None:
         """Note that the server did something wrong."""
@@ -140,29 +144,47 @@ async def hammer(
     seed: int,
     resident: Callable[[], int],
 ) -> None:
-    """Let `concurrency` clients do random things for so long, and watch the server meanwhile."""
-    end = time.monotonic() + seconds
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
+    """Let `concurrency` clients do random things for so long, rests not counted, and watch the server meanwhile.
 
-    async def watch(client: httpx.AsyncClient) -> None:
+    Memory that was freed stays with a busy process, more of it or less; what it keeps for good shows when nobody asks.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=concurrency)
+    num_rests = max(min(_RESTS, int(seconds / _LEAST_WORK_S)), 1)
+
+    async def watch() -> None:
         while True:
             soak.memory.append((time.monotonic(), resident()))
-            soak.scrapes.append((time.monotonic(), await scrape(client)))
             await asyncio.sleep(min(max(seconds / 300, 0.5), 5.0))
 
-    async def play(client: httpx.AsyncClient, number: int) -> None:
-        rng = random.Random(f"{seed}-{number}")
+    async def play(client: httpx.AsyncClient, rng: random.Random, end: float) -> None:
         while time.monotonic() < end:
             await make(client, soak, plan, draw(rng, plan.known, plan.wrong, plan.offer))
 
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=limits, trust_env=False) as client:
-        watching = asyncio.create_task(watch(client))
+        watching = asyncio.create_task(watch())
+        dice = [random.Random(f"{seed}-{number}") for number in range(concurrency)]
         try:
-            async with asyncio.TaskGroup() as clients:
-                for number in range(concurrency):
-                    clients.create_task(play(client, number))
+            for _ in range(num_rests):
+                end = time.monotonic() + seconds / num_rests
+                async with asyncio.TaskGroup() as clients:
+                    for rng in dice:
+                        clients.create_task(play(client, rng, end))
+                await settle(client)
+                await asyncio.sleep(_REST_S)
+                soak.at_rest.append((time.monotonic(), resident()))
+                soak.scrapes.append((time.monotonic(), await scrape(client)))
             if watching.done():
                 watching.result()  # raises what ended it early
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
+
+
+async def settle(client: httpx.AsyncClient) -> Series:
+    """Wait until nothing runs, for a while; the metrics then."""
+    end = time.monotonic() + SETTLE_S
+    while True:
+        series = await scrape(client)
+        if not (series["num_requests_running"] or series["num_requests_waiting"]) or time.monotonic() > end:
+            return series
+        await asyncio.sleep(0.1)

@@ -42,7 +42,7 @@ def checks(
     """Everything that is decided after the load.
 
     Args:
-        memory: seconds and resident bytes; scrapes: seconds and metrics, both during the load, at the same times.
+        memory: seconds and resident bytes; scrapes: seconds and metrics, both at rest, at the same times.
         rates: of the same questions before and after; None if nothing was drafted.
         series: the metrics when all were gone.
         health, status, written: of /health, of the process after SIGTERM, and what it wrote to standard error.
@@ -65,7 +65,7 @@ def checks(
     add("errors the server counted", server_faults(series), "none")
     slope = growth(beyond_caches(memory, scrapes))
     seen = "too short to say" if slope is None else f"{slope:+.2f} MB/min"
-    name, limit = "memory growth, second half, caches aside", f"< {growth_limit:g} MB/min"
+    name, limit = "memory growth at rest, second half, caches aside", f"< {growth_limit:g} MB/min"
     found.append(Check(name, seen, limit, slope is None or slope < growth_limit))
     if rates is None:
         found.append(Check("accepted per step, before and after", "nothing drafted", "no fall", True))

@@ -100,7 +100,9 @@ class LiveCosts:
         self._load: defaultdict[tuple[str, int], float] = defaultdict(float)
         self._shape = {model: _Shape() for model in profile.models}
         self._latest = dict.fromkeys(profile.models, 0.0)
-        self._asked: dict[tuple[str, int, int, int], float] = {}  # prices since the last forward: a step asks for few, often
+        # Prices asked for since the last forward: a step asks for few, often. A look from another thread may leave one that is
+        # a step old.
+        self._asked: dict[tuple[str, int, int, int], float] = {}
 
     def observe(self, model: str, rows: int, sequences: int, context: int, ms: float) -> None:
         """A forward took `ms`. What no clock can mean (NaN, infinite, not positive) is passed over.

@@ -90,6 +90,24 @@ def test_schedules_take_turns_and_who_begins_changes(monkeypatch: pytest.MonkeyP
     assert all(len(cell.answers) == 4 and not cell.num_failed for cell in cells)
 
 
+def test_a_server_that_asks_for_a_key_gets_one() -> None:
+    """With every request: a server for other people has one, and could not be measured."""
+    keys: list[str | None] = []
+
+    def respond(request: httpx.Request) -> httpx.Response:
+        keys.append(request.headers.get("authorization"))
+        return fake_server([])(request)
+
+    transport, create = httpx.MockTransport(respond), httpx.AsyncClient
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(httpx, "AsyncClient", lambda **given: create(**given, transport=transport))
+        asyncio.run(_measure("http://toy", [1], ["ar"], read_prompt_set(None, 1), {"max_tokens": 3}, 1, key="secret"))
+        assert keys and set(keys) == {"Bearer secret"}
+        keys.clear()
+        asyncio.run(_measure("http://toy", [1], ["ar"], read_prompt_set(None, 1), {"max_tokens": 3}, 1))
+        assert set(keys) == {None}
+
+
 def test_each_prompt_has_its_own_seed_and_the_template_decides_the_endpoint() -> None:
     """One seed for all would give answers that resemble each other."""
     prompt = read_prompt_set(None, 1)[0]
