@@ -78,6 +78,7 @@ class Offer:
     max_model_len: int
     has_chat: bool = True
     has_prices: bool = True  # without them it refuses the budget "auto"
+    default: str = PLAIN  # the schedule of requests that name none
     drawing: frozenset[str] = frozenset()  # schedules under which a seed gives another text than under plain decoding
 
     @property

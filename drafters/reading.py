@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -33,7 +32,10 @@ def layers_of(request: DraftRequest, known: Mapping[int, object]) -> tuple[int, 
 
     `known` holds what it has looked at already, the root among them if it has.
     """
-    counts = Counter(request.tree.depth[node] for node in missing_nodes(request.tree, request.ask, known))
+    counts: dict[int, int] = {}
+    for node in missing_nodes(request.tree, request.ask, known):
+        depth = request.tree.depth[node]
+        counts[depth] = counts.get(depth, 0) + 1
     root = () if 0 in known else (1,)
     return root + tuple(counts[depth] for depth in sorted(counts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from drafters.base import Drafter, DraftRequest
@@ -175,7 +176,9 @@ def _worthwhile(
         name, ask = asks[-1]  # of several the last one, which is the better model
         nodes = ask.nodes
     else:
-        best = auto.best_call(schedule.name, _offers(draft, asks, drafters), sharing=sharing)
+        masses = auto.open_masses(draft.growth.tree, draft.sequence.record)
+        offers = _offers(draft, asks, drafters, auto, masses, sharing)
+        best = auto.best_call(schedule.name, offers, sharing=sharing, masses=masses)
         if best is None:
             for name, _ in asks:
                 draft.declined[name] += 1
@@ -187,5 +190,18 @@ def _worthwhile(
     return name, replace(asked, nodes=nodes)
 
 
-def _offers(draft: Draft, asks: list[tuple[str, Ask]], drafters: Mapping[str, Drafter]) -> Iterator[Offer]:
-    return (offer(draft, part, drafters[name]) for name, ask in asks for part in ask.tops(draft.growth.tree))
+def _offers(
+    draft: Draft,
+    asks: list[tuple[str, Ask]],
+    drafters: Mapping[str, Drafter],
+    auto: AutoBudget,
+    masses: SequenceOf[float],
+    sharing: int,
+) -> Iterator[Offer]:
+    """The parts of each question, smallest and cheapest first, as long as one may pay."""
+    for name, ask in asks:
+        first, *more = ask.tops(draft.growth.tree)
+        cheapest = offer(draft, first, drafters[name])
+        yield cheapest
+        if more and auto.may_pay(draft.sequence.schedule.name, cheapest, ask.nodes, masses, sharing=sharing):
+            yield from (offer(draft, part, drafters[name]) for part in more)

@@ -58,6 +58,8 @@ class Given:
 
 def end_step(auto: AutoBudget, steering: Steering | None, given: list[Given], ms: float) -> None:
     """A step of decoding took `ms` in all: prices and breakers learn what each schedule gave and took."""
+    if not any(one.nodes for one in given):
+        auto.went_plainly(len(given), ms - sum(one.own_ms for one in given))
     plain_ms = auto.plain_ms
     shares = divide(given, ms, plain_ms)
 
@@ -65,8 +67,9 @@ def end_step(auto: AutoBudget, steering: Steering | None, given: list[Given], ms
         own = [(one.tokens, share) for one, share in zip(given, shares, strict=True) if of(one.sequence) == name]
         return sum(tokens for tokens, _ in own), sum(share for _, share in own)
 
-    for name in {one.sequence.schedule.name for one in given}:
-        tokens, own_ms = total(name, lambda sequence: sequence.schedule.name)
+    # What somebody asked for with a number as budget, whatever it costs, says nothing of what prices make of the schedule.
+    for name in {one.sequence.schedule.name for one in given if one.sequence.schedule.is_auto}:
+        tokens, own_ms = total(name, lambda sequence: sequence.schedule.name if sequence.schedule.is_auto else None)
         auto.stepped(name, tokens=tokens, ms=own_ms)
     if steering is None:
         return

@@ -80,6 +80,8 @@ class AutoBudget:
         self._history: dict[str, tuple[float, float]] = {}  # schedule -> (plain decoding's ms for the same tokens, ms), fading
         self._children: dict[tuple[str, int], list[float]] = {}  # (drafter, kind of parent) -> mean edge probability by rank
         self._step = _Step(1, 0, 1)
+        self._forward_ms: float | None = None  # of the newest step
+        self._overhead_ms: float | None = None  # of a plain step beyond its forward, per sequence
         self._speculated = True  # somebody got a node in the last step that had any
         self.reason = NO_NODES
         """Why the last `choose` chose no more, in the words of `scheduler.load`."""
@@ -94,25 +96,38 @@ class AutoBudget:
         """More rows that are forwarded in any case: nodes of trees of fixed size."""
         self._step.base_rows += rows
 
-    def best_call(self, schedule: str, options: Iterable[Offer], *, sharing: int = 1) -> Offer | None:
+    def open_masses(self, tree: TokenTree, record: TextRecord | None = None) -> list[float]:
+        """By node, the probability that children to come can have together (`scheduler.sizing`)."""
+        return open_masses(self.acceptance.acceptance.paths(tree, record), tree.parent)
+
+    def may_pay(self, schedule: str, offer: Offer, nodes: Sequence[int], masses: Sequence[float], *, sharing: int = 1) -> bool:
+        """Whether a call about some of `nodes` may be worth its price, if `offer` is the cheapest; False is certain."""
+        if offer.drafter not in self.costs.profile.models:
+            return True
+        call_ms = self.call_ms([offer] * sharing) / sharing
+        return may_pay(sum(masses[node] for node in nodes), self.rate(schedule), call_ms)
+
+    def best_call(
+        self, schedule: str, options: Iterable[Offer], *, sharing: int = 1, masses: Sequence[float] | None = None
+    ) -> Offer | None:
         """Which of the calls that could be made for one tree is worth most beyond its price; None if none is worth it.
 
-        `options` differ in drafter and nodes only. `sharing` trees are drafted together and share what a call costs.
+        `options` differ in drafter and nodes only. `sharing` trees are drafted together and share what a call costs. `masses`
+        are the tree's `open_masses`, if they are known.
         """
         rate = self.rate(schedule)
         row = rate * self._row_ms()
-        best, most, everywhere = None, 0.0, None
+        best, most = None, 0.0
         for offer in options:
             if offer.drafter not in self.costs.profile.models:  # free
                 return offer
-            if everywhere is None:
-                paths = self.acceptance.acceptance.paths(offer.tree, offer.record)
-                everywhere = open_masses(paths, offer.tree.parent).tolist()
+            if masses is None:
+                masses = self.open_masses(offer.tree, offer.record)
             call_ms = self.call_ms([offer] * sharing) / sharing
-            masses = [everywhere[node] for node in offer.nodes]
-            if not may_pay(sum(masses), rate, call_ms):
+            own = [masses[node] for node in offer.nodes]
+            if not may_pay(sum(own), rate, call_ms):
                 continue  # for sure; what follows is a guess
-            worth = self._expected_gain(offer, masses, row) - rate * call_ms
+            worth = self._expected_gain(offer, own, row) - rate * call_ms
             if worth > most:
                 best, most = offer, worth
         return best
@@ -173,8 +188,16 @@ class AutoBudget:
 
     def forwarded(self, rows: int, ms: float) -> None:
         """The target's forward of this step, over `rows` rows in all, took `ms`."""
-        step = self._step
+        step, self._forward_ms = self._step, ms
         self.costs.observe(TARGET, max(rows, step.sequences), step.sequences, step.context, ms)
+
+    def went_plainly(self, sequences: int, ms: float) -> None:
+        """A step without drafted nodes took `ms`, the asking of drafters left out: plain decoding has its overhead, too."""
+        if self._forward_ms is None or not math.isfinite(ms):
+            return
+        seen = max(ms - self._forward_ms, 0.0) / sequences
+        before = seen if self._overhead_ms is None else self._overhead_ms
+        self._overhead_ms = self._keep * before + (1 - self._keep) * seen
 
     def stepped(self, schedule: str, *, tokens: int, ms: float) -> None:
         """`schedule` emitted `tokens` in `ms`, its share of a step, drafting included. For steps without prompts only."""
@@ -204,7 +227,8 @@ class AutoBudget:
 
     def _plain_rate(self) -> float:
         step = self._step
-        return step.sequences / self.costs.ms(TARGET, step.sequences, sequences=step.sequences, context=step.context)
+        forward_ms = self.costs.ms(TARGET, step.sequences, sequences=step.sequences, context=step.context)
+        return step.sequences / (forward_ms + (self._overhead_ms or 0.0) * step.sequences)
 
     def _row_ms(self) -> float:
         """Milliseconds of one more row, on average over a few."""

@@ -87,6 +87,22 @@ def test_only_the_promising_top_of_a_deep_chain_is_asked_about() -> None:
     assert free is not None and len(free.nodes) > 1, "negative control: at no price it looks further"
 
 
+@given(seed=st.integers(0, 10**6), price=st.floats(0.01, 100.0))
+def test_what_cannot_pay_is_not_looked_at_and_loses_nothing(seed: int, price: float) -> None:
+    """Where the cheapest part cannot pay for the sake of the whole question, no part of it would have been asked."""
+    tree = TokenTree(1)
+    grow_tree(random.Random(seed), tree, 9, drafters=("medium",))
+    auto = budget(call_ms=price)
+    masses = auto.open_masses(tree)
+    layers = [tuple(node for node in range(len(tree)) if tree.depth[node] <= deepest) for deepest in range(max(tree.depth) + 1)]
+    parts = [Offer("medium", tree, nodes, (1,) * (index + 1), 0) for index, nodes in enumerate(layers)]
+    found = auto.best_call("m", parts, masses=masses)
+    assert found == auto.best_call("m", parts), "masses that are handed in are those that it would reckon"
+    if not auto.may_pay("m", parts[0], range(len(tree)), masses):
+        assert found is None
+    assert auto.may_pay("m", replace(parts[0], drafter="ngram"), (), masses), "a free drafter always may"
+
+
 @given(seed=st.integers(0, 10**6), row_ms=st.floats(0.05, 20.0), rate=st.floats(1.0, 3.0))
 def test_the_chosen_nodes_are_the_best_tree_there_is(seed: int, row_ms: float, rate: float) -> None:
     """Against every ancestor-closed set of nodes: none makes more of tokens - R * ms."""
@@ -135,6 +151,21 @@ def test_the_speed_up_is_what_plain_decoding_would_have_taken_over_what_was_take
     assert auto.rate("m") == pytest.approx(1 / 20), "time is worth at least what plain decoding makes of it"
     auto.stepped("m", tokens=1, ms=math.nan)
     assert auto.speedup("m") == pytest.approx(0.5, rel=0.05), "a broken clock teaches nothing"
+
+
+def test_plain_decoding_has_its_overhead_too() -> None:
+    """Else a schedule that takes as long per token as plain decoding would look slower than it, and its breaker would open."""
+    auto = budget(base_ms=20.0)
+    assert auto.plain_ms == pytest.approx(20.0)
+    for _ in range(300):
+        auto.forwarded(1, 20.0)
+        auto.went_plainly(1, 21.0)
+    assert auto.plain_ms == pytest.approx(21.0, rel=0.001)
+    for _ in range(300):
+        auto.stepped("m", tokens=1, ms=21.0)
+    assert auto.speedup("m") == pytest.approx(1.0, rel=0.001)
+    auto.begin(sequences=4, context=0, base_rows=4)
+    assert 4 * auto.plain_ms == pytest.approx(23.0 + 4.0, rel=0.001), "four sequences have four times as much of it"
 
 
 def test_a_drafter_that_gives_nothing_is_called_less_and_less_and_then_again() -> None:
