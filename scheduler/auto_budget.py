@@ -98,7 +98,8 @@ class AutoBudget:
 
     def open_masses(self, tree: TokenTree, record: TextRecord | None = None) -> list[float]:
         """By node, the probability that children to come can have together (`scheduler.sizing`)."""
-        return open_masses(self.acceptance.acceptance.paths(tree, record), tree.parent)
+        masses: list[float] = open_masses(self.acceptance.acceptance.paths(tree, record), tree.parent).tolist()
+        return masses
 
     def may_pay(self, schedule: str, offer: Offer, nodes: Sequence[int], masses: Sequence[float], *, sharing: int = 1) -> bool:
         """Whether a call about some of `nodes` may be worth its price, if `offer` is the cheapest; False is certain."""
@@ -167,10 +168,10 @@ class AutoBudget:
         ranked: list[list[int]] = []
         chances: list[Floats] = []
         for tree, nodes, record in candidates:
-            paths = self.acceptance.acceptance.paths(tree, record)
-            below = sorted((node for node in nodes if node), key=lambda node: (-paths[node], node))
-            ranked.append(below)
-            chances.append(paths[below])
+            paths: list[float] = self.acceptance.acceptance.paths(tree, record).tolist()
+            falling = sorted((-paths[node], node) for node in nodes if node)
+            ranked.append([node for _, node in falling])
+            chances.append(np.array([-chance for chance, _ in falling]))
         step = self._step
         room = min(self.most_rows, step.base_rows + sum(map(len, ranked)))
         curve = self.costs.curve(TARGET, room, sequences=step.sequences, context=step.context)

@@ -73,12 +73,11 @@ def share_rows(
     assert 1 <= roots <= len(verify_ms), f"{roots} sequences, prices of {len(verify_ms)} rows"
     assert margin >= 0, f"margin {margin}"
     most = len(verify_ms) if budget is None else max(min(len(verify_ms), budget), roots)
-    everything = np.concatenate([np.asarray(own, dtype=np.float64) for own in candidates])
-    owner = np.repeat(np.arange(roots), [len(own) for own in candidates])
-    turn = np.concatenate([np.arange(len(own)) for own in candidates])
-    # Equally probable nodes go round: nobody is served last because he came last.
-    order = np.lexsort((owner, turn, -everything))[: most - roots]
-    tokens = roots + np.concatenate(([0.0], np.cumsum(everything[order])))
+    everything, owner, order = _in_line(candidates)
+    order = order[: most - roots]
+    tokens = np.empty(len(order) + 1)
+    tokens[0] = roots
+    tokens[1:] = roots + np.cumsum(everything[order])
     ms = verify_ms[roots - 1 : roots + len(order)] + spent_ms
     ms[1:] += draft_ms
     rates = tokens / ms
@@ -88,6 +87,18 @@ def share_rows(
         count, reason = 0, HELD
     nodes = np.bincount(owner[order[:count]], minlength=roots)
     return Share(tuple(nodes.tolist()), float(tokens[count]), float(ms[count]), float(rates[0]), reason)
+
+
+def _in_line(candidates: Sequence[Floats]) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
+    """All nodes' probabilities, whose each is, and the order in which they are taken."""
+    if len(candidates) == 1:  # most steps of most servers
+        count = np.arange(len(candidates[0]))
+        return np.asarray(candidates[0], dtype=np.float64), np.zeros_like(count), count
+    everything = np.concatenate([np.asarray(own, dtype=np.float64) for own in candidates])
+    owner = np.repeat(np.arange(len(candidates)), [len(own) for own in candidates])
+    turn = np.concatenate([np.arange(len(own)) for own in candidates])
+    # Equally probable nodes go round: nobody is served last because he came last.
+    return everything, owner, np.lexsort((owner, turn, -everything))
 
 
 def _reason(count: int, affordable: int, existing: int) -> str:

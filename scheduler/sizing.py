@@ -66,15 +66,13 @@ def choose_size(
     return Size(chosen + 1, float(tokens[chosen]), float(ms[chosen]))
 
 
-def open_masses(path_probability: Floats, parent: Sequence[int]) -> list[float]:
+def open_masses(path_probability: Floats, parent: Sequence[int]) -> Floats:
     """`[nodes]`: the probability that children to come of each node can have together.
 
     `parent` `[nodes of the tree]`, -1 for the root. The root's own share is 1.
     """
-    left: list[float] = path_probability.tolist()  # trees have tens of nodes, for which array operations take longer
-    for node, share in enumerate(path_probability.tolist()[1:], start=1):
-        left[parent[node]] -= share
-    return [max(mass, 0.0) for mass in left]
+    passed_on = np.bincount(np.asarray(parent[1:], dtype=np.intp), path_probability[1:], minlength=len(path_probability))
+    return np.maximum(path_probability - passed_on, 0.0)
 
 
 def open_mass(path_probability: Floats, parent: Sequence[int], expandable: Iterable[int]) -> float:
@@ -82,8 +80,7 @@ def open_mass(path_probability: Floats, parent: Sequence[int], expandable: Itera
 
     `parent` `[nodes]`, -1 for the root. The root's own share is 1.
     """
-    masses = open_masses(path_probability, parent)
-    return sum(masses[node] for node in expandable)
+    return float(open_masses(path_probability, parent)[list(expandable)].sum())
 
 
 def may_pay(open_mass: float, rate: float, layer_ms: float, kappa: float = 1.0) -> bool:
