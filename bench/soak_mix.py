@@ -195,7 +195,9 @@ def _speculation(rng: random.Random, offer: Offer, question: Question) -> dict[s
     schedule = rng.choice([None, *known])
     if schedule is None:
         return {}
-    budget = None if schedule == PLAIN else rng.choice(offer.budgets)  # plain decoding takes none
+    # Plain decoding takes none, and what is drawn at random is never sized by price.
+    offered = [budget for budget in offer.budgets if budget != "auto" or schedule not in offer.drawing]
+    budget = None if schedule == PLAIN else rng.choice(offered)
     return {"speculative": {"schedule": schedule} | ({} if budget is None else {"budget": budget})}
 
 

@@ -14,6 +14,7 @@ from engine.question import Draft
 from engine.sequence import Sequence
 from engine.steering import Steering
 from scheduler.auto_budget import AutoBudget
+from scheduler.schedule import Schedule
 
 
 def begin_step(auto: AutoBudget, prefills: list[tuple[Sequence, int]], decoding: list[Sequence]) -> None:
@@ -63,18 +64,11 @@ def end_step(auto: AutoBudget, steering: Steering | None, given: list[Given], ms
     plain_ms = auto.plain_ms
     shares = divide(given, ms, plain_ms)
 
-    def total(name: str, of: Callable[[Sequence], str | None]) -> tuple[int, float]:
-        own = [(one.tokens, share) for one, share in zip(given, shares, strict=True) if of(one.sequence) == name]
-        return sum(tokens for tokens, _ in own), sum(share for _, share in own)
-
-    # What somebody asked for with a number as budget, whatever it costs, says nothing of what prices make of the schedule.
-    for name in {one.sequence.schedule.name for one in given if one.sequence.schedule.is_auto}:
-        tokens, own_ms = total(name, lambda sequence: sequence.schedule.name if sequence.schedule.is_auto else None)
+    for name, (tokens, own_ms) in _by_schedule(given, shares, lambda sequence: sequence.schedule).items():
         auto.stepped(name, tokens=tokens, ms=own_ms)
     if steering is None:
         return
-    for name in {one.sequence.asked.name for one in given if one.sequence.asked.is_auto}:
-        tokens, own_ms = total(name, lambda sequence: sequence.asked.name if sequence.asked.is_auto else None)
+    for name, (tokens, own_ms) in _by_schedule(given, shares, lambda sequence: sequence.asked).items():
         steering.stepped(name, tokens=tokens, ms=own_ms, plain_ms=plain_ms)
 
 
@@ -89,6 +83,22 @@ def divide(given: SequenceOf[Given], ms: float, plain_ms: float) -> list[float]:
     nodes = sum(one.nodes for one in given)
     rest = common - row * len(given)
     return [one.own_ms + row + rest * (one.nodes / nodes if nodes else 1 / len(given)) for one in given]
+
+
+def _by_schedule(
+    given: SequenceOf[Given], shares: SequenceOf[float], schedule_of: Callable[[Sequence], Schedule]
+) -> dict[str, tuple[int, float]]:
+    """Tokens and milliseconds of every schedule that leaves its budget to prices.
+
+    What somebody asked for with a number as budget, whatever it costs, says nothing of what prices make of the schedule.
+    """
+    sums: dict[str, tuple[int, float]] = {}
+    for one, share in zip(given, shares, strict=True):
+        schedule = schedule_of(one.sequence)
+        if schedule.is_auto:
+            tokens, ms = sums.get(schedule.name, (0, 0.0))
+            sums[schedule.name] = (tokens + one.tokens, ms + share)
+    return sums
 
 
 def _cut(draft: Draft) -> list[int]:

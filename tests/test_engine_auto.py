@@ -163,3 +163,13 @@ def test_the_clock_is_learned_from(tiny_model: TinyModel) -> None:
         running.run([1, 2, 3], "treegraft", max_tokens=40)
     assert auto.costs.drift(TARGET) != 1.0 and auto.speedup("treegraft") != 1.0
     assert auto.acceptance.num_samples("medium") + auto.acceptance.num_samples("small") > 0
+
+
+def test_a_number_as_budget_does_not_speak_for_the_schedule(tiny_model: TinyModel) -> None:
+    """Who asks for large trees at any cost would make the schedule look slow for those who leave it to prices."""
+    target = tiny_model("llama")
+    for budget, is_heard in ((8, False), (None, True)):
+        auto = prices(1.0)
+        with World(target, small=tiny_model("llama", seed=1), medium=target, auto=auto) as running:
+            running.run([1, 2, 3], "treegraft", max_tokens=40, budget=budget)
+        assert (auto.speedup("treegraft") != 1.0) is is_heard

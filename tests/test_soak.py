@@ -342,6 +342,7 @@ def test_a_seed_is_not_asked_of_a_schedule_that_draws_its_trees() -> None:
     moves = [draw(random.Random(i), known, malformed(offer), offer) for i in range(600)]
     asked = [move for move in moves if move.body.get("speculative", {}).get("schedule") == "nde" and move.kind == "answer"]
     assert asked and not [move for move in asked if move.question is None or move.question.is_sampled]
+    assert "auto" not in {move.body["speculative"].get("budget") for move in asked}, "it would be refused"
 
 
 # Processes.
