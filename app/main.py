@@ -57,9 +57,15 @@ def create_app(
     """
     metrics = Metrics()
 
+    async def work_behind(app: FastAPI) -> None:
+        """Load, and from then on give free memory back whenever nobody asks for anything."""
+        await _become_ready(app, load, settings, metrics, on_failure)
+        if app.state.serving is not None:
+            await give_back_at_rest(app.state.serving.engine)
+
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        background = asyncio.create_task(_work_behind(app, load, settings, metrics, on_failure))
+        background = asyncio.create_task(work_behind(app))
         try:
             yield
         finally:
@@ -100,19 +106,6 @@ def create_app(
 
     app.openapi = openapi  # type: ignore[method-assign]
     return app
-
-
-async def _work_behind(
-    app: FastAPI,
-    load: Callable[[], LoadedEngine],
-    settings: Settings,
-    metrics: Metrics,
-    on_failure: Callable[[BaseException], None] | None,
-) -> None:
-    """Load, and from then on give free memory back whenever nobody asks for anything."""
-    await _become_ready(app, load, settings, metrics, on_failure)
-    if app.state.serving is not None:
-        await give_back_at_rest(app.state.serving.engine)
 
 
 async def _become_ready(

@@ -105,8 +105,7 @@ class AutoBudget:
         """Whether a call about some of `nodes` may be worth its price, if `offer` is the cheapest; False is certain."""
         if offer.drafter not in self.costs.profile.models:
             return True
-        call_ms = self.call_ms([offer] * sharing) / sharing
-        return may_pay(sum(masses[node] for node in nodes), self.rate(schedule), call_ms)
+        return may_pay(sum(masses[node] for node in nodes), self.rate(schedule), self._shared_ms(offer, sharing))
 
     def best_call(
         self, schedule: str, options: Iterable[Offer], *, sharing: int = 1, masses: Sequence[float] | None = None
@@ -124,7 +123,7 @@ class AutoBudget:
                 return offer
             if masses is None:
                 masses = self.open_masses(offer.tree, offer.record)
-            call_ms = self.call_ms([offer] * sharing) / sharing
+            call_ms = self._shared_ms(offer, sharing)
             own = [masses[node] for node in offer.nodes]
             if not may_pay(sum(own), rate, call_ms):
                 continue  # for sure; what follows is a guess
@@ -137,6 +136,10 @@ class AutoBudget:
         """Milliseconds of one call of one drafter for all `offers`."""
         drafter = offers[0].drafter
         return sum(self.costs.ms(drafter, rows, sequences=n, context=context) for rows, n, context in self._passes(offers))
+
+    def _shared_ms(self, offer: Offer, sharing: int) -> float:
+        """One tree's share of a call for `sharing` trees like that of `offer`."""
+        return self.call_ms([offer] * sharing) / sharing
 
     def called(self, offers: Sequence[Offer], ms: float) -> None:
         """A call for `offers`, as they were before it, took `ms`: prices follow the machine."""

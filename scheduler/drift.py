@@ -124,8 +124,10 @@ class LiveCosts:
         self._model[model] += _SHARES["model"] * step
         self._load[model, sequences.bit_length()] += _SHARES["load"] * step
         self._shape[model].move(rows, _SHARES["shape"] * step)
-        self._keep_within(model, rows, sequences)
-        self._latest[model] = self._log_factor(model, rows, sequences)
+        # Terms do not go on growing behind the bounds of their sum, or they would take as long to come back.
+        total = self._common(model, sequences) + self._shape[model].at(rows)
+        self._latest[model] = self._within(total)
+        self._model[model] += self._latest[model] - total
         self._asked.clear()
 
     def drift(self, model: str) -> float:
@@ -152,13 +154,10 @@ class LiveCosts:
         return self._machine + self._model[model] + self._load.get((model, sequences.bit_length()), 0.0)
 
     def _log_factor(self, model: str, rows: int, sequences: int) -> float:
-        total = self._common(model, sequences) + self._shape[model].at(rows)
-        return min(max(total, -self._limit), self._limit)
+        return self._within(self._common(model, sequences) + self._shape[model].at(rows))
 
-    def _keep_within(self, model: str, rows: int, sequences: int) -> None:
-        """Terms do not go on growing behind the bounds of their sum, or they would take as long to come back."""
-        total = self._common(model, sequences) + self._shape[model].at(rows)
-        self._model[model] -= total - min(max(total, -self._limit), self._limit)
+    def _within(self, total: float) -> float:
+        return min(max(total, -self._limit), self._limit)
 
 
 def _place(rows: int) -> tuple[int, float]:
