@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -75,7 +75,9 @@ def _label(trail: Trail, memory: Memory, prompt: int, plan: LabelPlan, place: in
     """The label of the root that follows the trail's."""
     before = TokenTree(trail.tokens[trail.root])
     q_before = _rows(trail, before, [0], plan)[0]
-    p_before = _target_rows(before, trail, memory, plan)[0]
+    # As the server has it: of a greedy request, what the target would draw from at temperature 1.
+    warm = replace(plan.sampling, temperature=1.0) if plan.sampling.greedy else plan.sampling
+    p_before = _target_rows(before, trail, memory, replace(plan, sampling=warm))[0]
     trail.advance()
     total = torch.zeros(len(SHAPES), dtype=torch.float64)
     drawn = TokenTree(trail.tokens[trail.root])

@@ -80,14 +80,13 @@ def _growth(sequence: Sequence, vocab_size: int, max_depth: int, auto: AutoBudge
 
 
 def _facts(sequence: Sequence, auto: AutoBudget | None) -> Facts:
-    """What the selector of a tree's shape may know before the step. Greedy requests draft as at temperature 1."""
+    """What the selector of a tree's shape may know before the step."""
     sampling, context = sequence.request.sampling, len(sequence.tokens)
     (name,) = sequence.schedule.drafters.values()
     draft_ms = target_ms = None
     if auto is not None and name in auto.costs.profile.models:
         draft_ms, target_ms = (auto.costs.profile.ms(model, 1, context=context) for model in (name, TARGET))
-    temperature = 1.0 if sampling.greedy else sampling.temperature
-    return Facts(sequence.last_entropy, context, temperature, sampling.top_p, draft_ms, target_ms)
+    return Facts(sequence.last_entropy, context, sampling.temperature, sampling.top_p, draft_ms, target_ms)
 
 
 def commit_drafters(draft: Draft, drafters: Mapping[str, Drafter], path: SequenceOf[int]) -> None:

@@ -357,6 +357,10 @@ def test_labels_survive_their_file_and_take_any_prices() -> None:
             read_labels(broken)
 
 
+def features(label: Label) -> dict[str, float]:
+    return dict(zip(SCALARS, label.scalars, strict=False))
+
+
 def test_from_prompts_to_a_selector(tmp_path: Path, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both commands, on a toy model that drafts for itself."""
     for name in [name for name in os.environ if name.upper().startswith("GRAFTSERVE_")]:
@@ -375,7 +379,13 @@ def test_from_prompts_to_a_selector(tmp_path: Path, tiny_model: TinyModel, monke
     files = ("--prompts", str(tmp_path / "prompts.txt"), "--profile", str(prices), "--out", str(log))
     result = CliRunner().invoke(program, ["trace-shapes", *models, *extent, *files])
     assert result.exit_code == 0, result.stderr + str(result.exception)
-    assert read_labels(log.read_text()).header == LabelHeader("tiny", "medium", "naive", 1)
+    found = read_labels(log.read_text())
+    assert found.header == LabelHeader("tiny", "medium", "naive", 1)
+    # Two prompts, each at the three temperatures. Entropies of a greedy request are those at temperature 1.
+    temperatures = [(label.prompt, row["temperature"]) for label in found.labels for row in [features(label)]]
+    assert list(dict.fromkeys(temperatures)) == [(prompt, value) for prompt in range(2) for value in (0.0, 0.7, 1.0)]
+    entropies = {row["temperature"]: row["target_entropy"] for label in found.labels for row in [features(label)]}
+    assert 0.0 < entropies[0.7] < min(entropies[0.0], entropies[1.0])
     result = CliRunner().invoke(program, ["fit-scheduler", str(log), "--kind", "nde", "--out", str(out)])
     assert result.exit_code == 0, result.stderr + str(result.exception)
     assert Selector.load(out).config.verifier == "naive"
@@ -384,6 +394,7 @@ def test_from_prompts_to_a_selector(tmp_path: Path, tiny_model: TinyModel, monke
         (["fit-scheduler", str(prices), "--kind", "nde", "--out", str(out)], "costs.json"),
         (["trace-shapes", "--verifier", "traversal", "--out", str(log)], "traversal"),
         (["trace-shapes", *models, "--drafter", "small", *files], "--drafter small"),
+        (["trace-shapes", *models, "--temperature", "3", *files], "--temperature"),
     ):
         result = CliRunner().invoke(program, arguments)
         assert result.exit_code == 2 and named in result.stderr, result.stderr

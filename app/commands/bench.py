@@ -15,7 +15,7 @@ from app.commands.bench_schedules import schedules
 from app.commands.bench_verifiers import verifiers
 from app.commands.options import describe, fail, takes_settings
 from app.commands.outputs import check_outputs
-from app.commands.texts import greedy_texts
+from app.commands.texts import written_texts
 from app.config import Settings
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def drafters(
     _, loaded = load(settings)
     engine = loaded.engine
     assert isinstance(engine, Engine), "models can be measured in this very process only"
-    texts = greedy_texts(loaded, conversations, max_tokens)
+    texts = written_texts(loaded, conversations, max_tokens)
     say(f"{len(texts)} answers of {engine.model_id}, {num_positions(texts)} positions")
 
     # The engine's thread is gone; from here on this one computes, and it alone.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.commands.options import describe, fail, takes_settings
-from app.commands.texts import greedy_texts
+from app.commands.texts import written_texts
 from app.config import Settings
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def trace(
         )
     except ValueError as error:
         fail(str(error))
-    texts = greedy_texts(loaded, [prompt.messages for prompt in asked], max_tokens)
+    texts = written_texts(loaded, [prompt.messages for prompt in asked], max_tokens)
     say(f"{len(texts)} answers of {engine.model_id}")
 
     # The engine's thread is gone; from here on this one computes, and it alone.

@@ -1,4 +1,4 @@
-"""``graftserve trace-shapes``: what every shape of a delayed tree is worth along the target's texts, to train a selector.
+"""``graftserve trace-shapes``: what every shape of a delayed tree is worth along texts of the target, to train a selector.
 
     graftserve trace-shapes --verifier specinfer --out shapes.jsonl
     graftserve fit-scheduler shapes.jsonl --kind nde --out selector.safetensors
@@ -15,13 +15,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from app.commands.options import describe, fail, takes_settings
-from app.commands.texts import greedy_texts
+from app.commands.texts import written_texts
 from app.commands.trace import named_profile
 from app.config import Settings
 
 if TYPE_CHECKING:
     from app.drafter_quality import Text
     from app.teacher_forcing import Memory
+
+_TEMPERATURES = (0.0, 0.7, 1.0)
 
 
 @takes_settings
@@ -35,16 +37,22 @@ def trace_shapes(
         str, typer.Option(metavar="RULE", help="Rule that would verify: walk, naive, specinfer, spectr, khisti.")
     ] = "specinfer",
     drafter_name: Annotated[str, typer.Option("--drafter", metavar="NAME", help="Who draws: small or medium.")] = "medium",
-    temperature: Annotated[float, typer.Option(min=0.01, help="Of target and drafter.")] = 1.0,
+    temperatures: Annotated[
+        list[float] | None,
+        typer.Option("--temperature", min=0.0, max=2.0, help="Of answers and drafts; repeatable. None: 0, 0.7 and 1."),
+    ] = None,
     top_p: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of target and drafter.")] = 1.0,
     trees: Annotated[int, typer.Option(min=1, help="Drawn per root.")] = 4,
     stride: Annotated[int, typer.Option(min=1, help="Label every Nth token of an answer.")] = 16,
     profile_file: Annotated[
         Path | None, typer.Option("--profile", metavar="FILE", help="Prices; none: this machine's, measured if need be.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further prompt after these.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further answer after these.")] = None,
 ) -> None:
-    """Label roots along greedy answers with the expected tokens of every delayed tree."""
+    """Label roots along answers, one per prompt and temperature, with the expected tokens of every delayed tree."""
+    from dataclasses import replace
+    from itertools import product
+
     from app.calibration import profile_for
     from app.commands.loading import load
     from app.commands.serve import say
@@ -64,7 +72,9 @@ def trace_shapes(
     if not out.parent.is_dir():
         fail(f"{out}: there is no folder {out.parent}")
     try:
-        asked = read_prompt_set(prompts, limit)
+        # A prompt with all its temperatures, then the next: what a deadline leaves out is of no one kind.
+        asked = list(product(enumerate(read_prompt_set(prompts, limit)), temperatures or _TEMPERATURES))
+        samplings = [SamplingParams(temperature, top_p, seed=number) for (number, _), temperature in asked]
         given = None if profile_file is None else named_profile(profile_file)
     except (ValueError, OSError) as error:
         message = describe(error)
@@ -76,27 +86,26 @@ def trace_shapes(
     if drafter is None or not drafter.runs_model:
         fail(f"--drafter {drafter_name}: a drafter with a model of its own is needed; set --{drafter_name}")
     profile = given or profile_for(loaded, settings, say)
-    texts = greedy_texts(loaded, [prompt.messages for prompt in asked], max_tokens)
+    texts = written_texts(loaded, [prompt.messages for (_, prompt), _ in asked], max_tokens, samplings)
     say(f"{len(texts)} answers of {engine.model_id}")
 
     # The engine's thread is gone; from here on this one computes, and it alone.
     target, start, count = engine.target, time.monotonic(), 0
-    sampling = SamplingParams(temperature=temperature, top_p=top_p)
-    plan = LabelPlan(target, drafter, LAWS[verifier], sampling, engine.stop_tokens, trees, stride)
+    plan = LabelPlan(target, drafter, LAWS[verifier], samplings[0], engine.stop_tokens, trees, stride)
 
     def memory_of(text: Text, layers: tuple[int, ...]) -> Memory:
         return read_text(target, text.tokens, layers, chunk=settings.prefill_chunk)
 
     with out.open("w", encoding="utf-8") as file:
         file.write(labels_header_line(LabelHeader(engine.model_id, drafter.name, verifier, trees), profile))
-        for number, text in enumerate(texts):
+        for place, (text, sampling, ((number, _), _)) in enumerate(zip(texts, samplings, asked, strict=True)):
             if minutes is not None and time.monotonic() - start > 60 * minutes:
-                say(f"time is over; {len(texts) - number} prompts are left out")
+                say(f"time is over; {len(texts) - place} answers are left out")
                 break
             try:
-                for label in label_text(text, number, plan, memory_of):
+                for label in label_text(text, number, replace(plan, sampling=sampling), memory_of):
                     file.write(label_line(label))
                     count += 1
             except (NoDistribution, OutOfRows) as refusal:
-                say(f"prompt {number} ends early: {refusal}")
+                say(f"prompt {number} at {sampling.temperature:g} ends early: {refusal}")
     say(f"{count} roots of {len(texts)} answers labeled in {out}")
