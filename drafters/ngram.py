@@ -240,6 +240,7 @@ class Lookup:
     def _evidence(self, path: Sequence[int]) -> Iterator[_Evidence]:
         """What followed the end of `path`, best first: in the text after five to two tokens, in the corpus, after one token."""
         tail = (*self.text[-LONGEST_CONTEXT:], *path)[-LONGEST_CONTEXT:]
+        latest = self.memory.index.latest(tail[-MAX_N:])
         left = 1.0  # probability that longer matches leave to shorter ones
         for n in range(min(len(tail), MAX_N), 0, -1):
             if n == 1 and self.corpus is not None:
@@ -248,17 +249,17 @@ class Lookup:
                     unit = left * _CORPUS_TRUST / (elsewhere.total + _CORPUS_ESCAPE[elsewhere.length])
                     yield _Evidence(elsewhere, unit, in_corpus=True)
                     left -= unit * elsewhere.total
-            if n >= self.min_n:
-                followers = self._followers(tail[-n:])
+            if n >= self.min_n and latest[n - 1]:
+                followers = self._followers(tail[-n:], latest[n - 1])
                 if followers is not None:
                     unit = left / (followers.total + _ESCAPE[n])
                     yield _Evidence(followers, unit, in_corpus=False)
                     left -= unit * followers.total
 
-    def _followers(self, context: tuple[int, ...]) -> Followers | None:
+    def _followers(self, context: tuple[int, ...], position: int) -> Followers | None:
         known = self.memory.known
         if context not in known:
-            known[context] = self.memory.index.followers(self.text, context)
+            known[context] = self.memory.index.followers_from(self.text, context, position)
         return known[context]
 
     def _followers_elsewhere(self, corpus: CorpusIndex, tail: tuple[int, ...]) -> Followers | None:

@@ -101,12 +101,25 @@ class NgramIndex:
 
         `context` need not be part of the text.
         """
-        n, sought = len(context), list(context)
-        key = 0
-        for token in reversed(sought):
+        return self.followers_from(text, context, self.latest(context)[-1])
+
+    def latest(self, context: Sequence[int]) -> list[int]:
+        """By n from one up: where the search for the last n tokens of `context`, at most five, begins. 0: they are nowhere.
+
+        Most n-grams that are sought never came up, and this says so of all lengths for less than one search.
+        """
+        if not self.capacity:
+            return [0] * len(context)
+        found, key, shift = [], 0, self._shift
+        for heads, token in zip(self._head_rows, reversed(context), strict=False):
             key = (key + token + 1) * _FACTOR & _MASK
+            found.append(heads[key >> shift])
+        return found
+
+    def followers_from(self, text: Sequence[int], context: Sequence[int], position: int) -> Followers | None:
+        """`followers` of a `context` for which `latest` gave `position`."""
+        n, sought = len(context), list(context)
         links = self._link_rows[n - 1]
-        position = self._head_rows[n - 1][key >> self._shift] if self.capacity else 0
         total, by_token = 0, dict[int, tuple[int, int]]()
         for _ in range(MAX_STEPS):
             if position - n < self.start:  # forgotten, or 0, which ends a chain: nothing precedes position 0

@@ -175,6 +175,7 @@ def _propose(drafter: Drafter, questions: list[tuple[Draft, Ask]], auto: AutoBud
 def _attach(draft: Draft, drafter: Drafter, answer: Answer) -> None:
     """Put an answer into the tree. One that makes no sense ends drafting there; the tree as it stands is still a tree."""
     before = len(draft.growth.tree)
+    draft.chances = None
     try:
         constraint = draft.sequence.constraint
         draft.growth.attach(drafter.name, answer if constraint is None else constraint.admit(answer, draft.growth.tree))

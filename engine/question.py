@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from drafters.base import Drafter, DraftRequest
 from engine.sequence import Sequence
-from scheduler.auto_budget import AutoBudget, Offer
+from scheduler.auto_budget import AutoBudget, Offer, Question
 from scheduler.features import Moment, features
 from scheduler.schedule import Action, Signals
 from scheduler.traces import cost_ratio
@@ -38,11 +37,18 @@ class Draft:
     ruled: list[int] = field(default_factory=list)  # drafting steps of the growth at which the rule called the medium
     sized: str | None = None  # what bounded the tree, where prices did the cutting; see `scheduler.load`
     tree_s: float = 0.0  # in the policy: what to ask, where answers go, what is verified
+    chances: list[float] | None = None  # of the tree as it stands, where they were reckoned
 
     @property
     def draft_s(self) -> float:
         """Seconds in the drafters' calls."""
         return sum(self.drafter_s.values())
+
+    def chances_by(self, auto: AutoBudget) -> list[float]:
+        """By node of the tree, the probability that it is accepted."""
+        if self.chances is None:
+            self.chances = auto.chances(self.growth.tree, self.sequence.record)
+        return self.chances
 
     def skipped(self, drafter: str) -> str:
         """Why `drafter`, one of the schedule's, was not called in this step."""
@@ -164,23 +170,25 @@ def _worthwhile(
     halted = [name for name in names if draft.sequence.is_without(name)]
     draft.turned_away.update((name, "halted") for name in halted)
     able = [name for name in names if name not in halted and name not in draft.exhausted]
-    asks = [(name, ask) for name in able if (ask := draft.growth.ask(name)) is not None]
-    draft.turned_away.update((name, "tree") for name in able if name not in dict(asks))
+    asks: dict[str, Ask] = {}
+    for name in sorted(able, key=lambda name: drafters[name].runs_model):  # what costs nothing comes first
+        ask = draft.growth.ask(name)
+        if ask is None:
+            draft.turned_away[name] = "tree"
+        elif drafters[name].runs_model:
+            asks[name] = ask
+        else:
+            return name, ask
     if not asks:
         return None
-    for name, ask in asks:
-        if not drafters[name].runs_model:  # costs nothing, so it comes first
-            draft.growth.ask(name)
-            return name, ask
     if auto is None or not schedule.is_auto:
-        name, ask = asks[-1]  # of several the last one, which is the better model
+        *_, (name, ask) = asks.items()  # of several the last one, which is the better model
         nodes = ask.nodes
     else:
-        masses = auto.open_masses(draft.growth.tree, draft.sequence.record)
-        offers = _offers(draft, asks, drafters, auto, masses, sharing)
-        best = auto.best_call(schedule.name, offers, sharing=sharing, masses=masses)
+        questions = [Question(ask.nodes, _parts(draft, ask, drafters[name])) for name, ask in asks.items()]
+        best = auto.best_call(schedule.name, questions, sharing=sharing, chances=draft.chances_by(auto))
         if best is None:
-            for name, _ in asks:
+            for name in asks:
                 draft.declined[name] += 1
                 draft.turned_away[name] = "price"
             return None
@@ -190,18 +198,6 @@ def _worthwhile(
     return name, replace(asked, nodes=nodes)
 
 
-def _offers(
-    draft: Draft,
-    asks: list[tuple[str, Ask]],
-    drafters: Mapping[str, Drafter],
-    auto: AutoBudget,
-    masses: SequenceOf[float],
-    sharing: int,
-) -> Iterator[Offer]:
-    """The parts of each question, smallest and cheapest first, as long as one may pay."""
-    for name, ask in asks:
-        first, *more = ask.tops(draft.growth.tree)
-        cheapest = offer(draft, first, drafters[name])
-        yield cheapest
-        if more and auto.may_pay(draft.sequence.schedule.name, cheapest, ask.nodes, masses, sharing=sharing):
-            yield from (offer(draft, part, drafters[name]) for part in more)
+def _parts(draft: Draft, ask: Ask, drafter: Drafter) -> Iterator[Offer]:
+    """The calls that would answer more and more of a question, the topmost nodes first."""
+    return (offer(draft, part, drafter) for part in ask.tops(draft.growth.tree))

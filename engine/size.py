@@ -40,7 +40,7 @@ def choose_nodes(drafts: list[Draft], auto: AutoBudget | None) -> list[list[int]
         return chosen
     auto.add_rows(sum(len(nodes) - 1 for index, nodes in enumerate(chosen) if index not in asking))
     names = {drafts[index].sequence.schedule.name for index in asking}
-    sized = auto.choose([(drafts[index].growth.tree, chosen[index], drafts[index].sequence.record) for index in asking], names)
+    sized = auto.choose([(chosen[index], drafts[index].chances_by(auto)) for index in asking], names)
     for index, nodes in zip(asking, sized, strict=True):
         chosen[index] = nodes
         drafts[index].sized = auto.reason

@@ -110,7 +110,7 @@ class Acceptance:
         """Probability that an edge is taken if the node above it was; 0 to 1, non-decreasing in `log_prob` (<= 0)."""
         return self.curve(drafter, depth).at(math.exp(min(log_prob, 0.0)))
 
-    def paths(self, tree: TokenTree, record: TextRecord | None = None) -> Floats:
+    def paths(self, tree: TokenTree, record: TextRecord | None = None) -> list[float]:
         """`[nodes]`: probability that each node of `tree` is accepted, in creation order; 1 for the root.
 
         The children of a node sum to at most the node's own. `record` is how drafters have fared on this very text.
@@ -130,7 +130,7 @@ class Acceptance:
             total[parent[node]] += edge
         for node in range(1, len(tree)):  # parents come first
             path[node] *= path[parent[node]] / max(total[parent[node]], 1.0)
-        return np.array(path)
+        return path
 
     def to_json(self) -> str:
         """A document that people can read and `from_json` takes."""

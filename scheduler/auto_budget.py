@@ -13,9 +13,9 @@ where even that cannot pay, drafting ends. Else the guess is an average: what th
 rank, separately for nodes of which the drafters were sure and unsure and, at the root, by how the last step went.
 
     budget.begin(sequences=1, context=300, base_rows=1)   # of this step
-    budget.best_call("treegraft", offers)                 # before a call: whose, and for which nodes, if for any
+    budget.best_call("treegraft", questions)              # before a call: whose, and for which nodes, if for any
     budget.drafted(offer)                                 # after it
-    budget.choose(trees, ["small"])                       # before verification: the nodes of each tree
+    budget.choose(candidates, ["small"])                  # before verification: the nodes of each tree
     budget.verified(tree, nodes, path)                    # after it
     budget.stepped("small", tokens=3, ms=31.0)
 """
@@ -25,9 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
-from numpy.typing import NDArray
 
 from scheduler.acceptance import LiveAcceptance, TextRecord
 from scheduler.drift import LiveCosts
@@ -44,8 +41,6 @@ _FIRST_GUESS = (0.5, 0.12, 0.06, 0.03)
 _WEIGHT = 0.02  # of the newest children in the mean of their kind
 _MOST_SPEEDUP = 16.0  # beyond it the clock is wrong
 
-Floats = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class Offer:
@@ -58,6 +53,14 @@ class Offer:
     context: int  # verified tokens of the sequence
     last_accepted: int = 0  # drafted tokens that its last step accepted
     record: TextRecord | None = None  # how drafters have fared on this text
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """All that a drafter could be asked about one tree, as the calls that would answer more and more of it."""
+
+    nodes: Sequence[int]  # that would get children if all of it were answered
+    parts: Iterable[Offer]  # smallest and cheapest first; the last one is about all of `nodes`
 
 
 @dataclass(slots=True)
@@ -96,50 +99,44 @@ class AutoBudget:
         """More rows that are forwarded in any case: nodes of trees of fixed size."""
         self._step.base_rows += rows
 
-    def open_masses(self, tree: TokenTree, record: TextRecord | None = None) -> list[float]:
-        """By node, the probability that children to come can have together (`scheduler.sizing`)."""
-        masses: list[float] = open_masses(self.acceptance.acceptance.paths(tree, record), tree.parent).tolist()
-        return masses
-
-    def may_pay(self, schedule: str, offer: Offer, nodes: Sequence[int], masses: Sequence[float], *, sharing: int = 1) -> bool:
-        """Whether a call about some of `nodes` may be worth its price, if `offer` is the cheapest; False is certain."""
-        if offer.drafter not in self.costs.profile.models:
-            return True
-        return may_pay(sum(masses[node] for node in nodes), self.rate(schedule), self._shared_ms(offer, sharing))
+    def chances(self, tree: TokenTree, record: TextRecord | None = None) -> list[float]:
+        """By node, the probability that it is accepted; 1 for the root."""
+        return self.acceptance.acceptance.paths(tree, record)
 
     def best_call(
-        self, schedule: str, options: Iterable[Offer], *, sharing: int = 1, masses: Sequence[float] | None = None
+        self, schedule: str, questions: Iterable[Question], *, sharing: int = 1, chances: Sequence[float] | None = None
     ) -> Offer | None:
         """Which of the calls that could be made for one tree is worth most beyond its price; None if none is worth it.
 
-        `options` differ in drafter and nodes only. `sharing` trees are drafted together and share what a call costs. `masses`
-        are the tree's `open_masses`, if they are known.
+        All `questions` are about the same tree. `sharing` trees are drafted together and share what a call costs. `chances` are
+        the tree's, if they are known.
         """
         rate = self.rate(schedule)
         row = rate * self._row_ms()
         best, most = None, 0.0
-        for offer in options:
-            if offer.drafter not in self.costs.profile.models:  # free
-                return offer
-            if masses is None:
-                masses = self.open_masses(offer.tree, offer.record)
-            call_ms = self._shared_ms(offer, sharing)
-            own = [masses[node] for node in offer.nodes]
-            if not may_pay(sum(own), rate, call_ms):
-                continue  # for sure; what follows is a guess
-            worth = self._expected_gain(offer, own, row) - rate * call_ms
-            if worth > most:
-                best, most = offer, worth
+        masses: list[float] | None = None
+        for question in questions:
+            whole: float | None = None  # tokens that any part can bring
+            for offer in question.parts:
+                if offer.drafter not in self.costs.profile.models:  # free
+                    return offer
+                if masses is None:
+                    masses = open_masses(chances or self.chances(offer.tree, offer.record), offer.tree.parent)
+                if whole is None:
+                    whole = sum(masses[node] for node in question.nodes)
+                call_ms = self._call_ms(offer, sharing)
+                if not may_pay(whole, rate, call_ms):
+                    break  # for sure, nor would a later part, which costs more
+                worth = self._expected_gain(offer, masses, row) - rate * call_ms
+                if worth > most:
+                    best, most = offer, worth
         return best
 
-    def call_ms(self, offers: Sequence[Offer]) -> float:
-        """Milliseconds of one call of one drafter for all `offers`."""
-        drafter = offers[0].drafter
-        return sum(self.costs.ms(drafter, rows, sequences=n, context=context) for rows, n, context in self._passes(offers))
-
-    def _shared_ms(self, offer: Offer, sharing: int) -> float:
-        """One tree's share of a call for `sharing` trees like that of `offer`."""
-        return self.call_ms([offer] * sharing) / sharing
+    def _call_ms(self, offer: Offer, sharing: int) -> float:
+        """One tree's share, in milliseconds, of a call for `sharing` trees like that of `offer`."""
+        drafter, context = offer.drafter, offer.context * sharing
+        passes = (self.costs.ms(drafter, rows * sharing, sequences=sharing, context=context) for rows in offer.passes)
+        return sum(passes) / sharing
 
     def called(self, offers: Sequence[Offer], ms: float) -> None:
         """A call for `offers`, as they were before it, took `ms`: prices follow the machine."""
@@ -162,27 +159,25 @@ class AutoBudget:
                 mean[rank] += _WEIGHT * (edge - mean[rank])
 
     def choose(
-        self, candidates: Sequence[tuple[TokenTree, Sequence[int], TextRecord | None]], schedules: Iterable[str]
+        self, candidates: Sequence[tuple[Sequence[int], Sequence[float]]], schedules: Iterable[str]
     ) -> list[list[int]]:
         """Which nodes of each tree are verified, ascending, root first.
 
-        `candidates` are the trees with the nodes that their policies would verify, ancestor-closed, and the texts' records.
+        `candidates` are, per tree, the nodes that its policy would verify, ancestor-closed, and the chances of all its nodes.
         """
-        ranked: list[list[int]] = []
-        chances: list[Floats] = []
-        for tree, nodes, record in candidates:
-            paths: list[float] = self.acceptance.acceptance.paths(tree, record).tolist()
-            falling = sorted((-paths[node], node) for node in nodes if node)
-            ranked.append([node for _, node in falling])
-            chances.append(np.array([-chance for chance, _ in falling]))
+        ranked, falling = [], []
+        for nodes, chances in candidates:
+            order = sorted((-chances[node], node) for node in nodes if node)
+            ranked.append([node for _, node in order])
+            falling.append([-chance for chance, _ in order])
         step = self._step
-        room = min(self.most_rows, step.base_rows + sum(map(len, ranked)))
-        curve = self.costs.curve(TARGET, room, sequences=step.sequences, context=step.context)
+        most = min(self.most_rows, step.base_rows + sum(map(len, ranked)))
         # The sharing counts a row per tree; what is forwarded besides comes on top.
-        fixed = step.base_rows - len(candidates)
+        rows = range(step.base_rows - len(candidates) + 1, most + 1)
+        curve = self.costs.curve(TARGET, rows, sequences=step.sequences, context=step.context)
         # Alone, a sequence has nothing to flutter with: its trees differ from step to step, not its load.
         speculated = self._speculated or step.sequences == 1
-        share = share_rows(chances, curve[fixed:], rate=max(map(self.rate, schedules)), speculated=speculated)
+        share = share_rows(falling, curve, rate=max(map(self.rate, schedules)), speculated=speculated)
         self._speculated, self.reason = share.speculates, share.reason
         return [sorted([0, *own[:count]]) for own, count in zip(ranked, share.nodes, strict=True)]
 
@@ -244,11 +239,14 @@ class AutoBudget:
         return max(many - few, 0.0) / more
 
     def _expected_gain(self, offer: Offer, masses: Sequence[float], row: float) -> float:
-        """Tokens that the children are expected to bring, each less the price of its row."""
-        gain, factor = 0.0, 1.0 if offer.record is None else offer.record.factor(offer.drafter)
-        for node, mass in zip(offer.nodes, masses, strict=True):
-            gain += sum(max(factor * mass * edge - row, 0.0) for edge in self._children_of(offer, node))
-        return gain
+        """Tokens that the children are expected to bring, each less the price of its row: a guess, within what is possible."""
+        gain, most, factor = 0.0, 0.0, 1.0 if offer.record is None else offer.record.factor(offer.drafter)
+        for node in offer.nodes:
+            mass = masses[node]
+            most += mass
+            if factor * mass > row:
+                gain += sum(max(factor * mass * edge - row, 0.0) for edge in self._children_of(offer, node))
+        return min(gain, most)
 
     @staticmethod
     def _passes(offers: Sequence[Offer]) -> list[tuple[int, int, int]]:

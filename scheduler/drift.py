@@ -23,11 +23,11 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
-
-from scheduler.cost import CostProfile, Floats
+from scheduler.cost import CostProfile
 
 _SHARES = {"machine": 0.3, "model": 0.35, "load": 0.2, "shape": 0.15}
 """Of a difference between clock and belief, by term; they sum to 1."""
@@ -59,16 +59,12 @@ class _Shape:
     def __init__(self) -> None:
         self._seen = [0.0] * _KNOTS  # forwards, each shared by the two knots beside it
         self._own = [0.0] * _KNOTS
-        self.level = np.zeros(_KNOTS)
+        self.level = [0.0] * _KNOTS
 
     def at(self, rows: int) -> float:
         """The term for `rows` rows."""
         below, share = _place(rows)
-        return float((1 - share) * self.level[below] + share * self.level[min(below + 1, _KNOTS - 1)])
-
-    def over(self, most: int) -> Floats:
-        """`[most]`: of 1, 2, … `most` rows."""
-        return np.interp(np.log2(np.arange(1, most + 1)), np.arange(_KNOTS), self.level)
+        return (1 - share) * self.level[below] + share * self.level[min(below + 1, _KNOTS - 1)]
 
     def move(self, rows: int, difference: float) -> None:
         """Take in `difference` where `rows` are."""
@@ -143,11 +139,9 @@ class LiveCosts:
             known = self._asked[key] = factor * self.profile.ms(model, rows, sequences=sequences, context=context)
         return known
 
-    def curve(self, model: str, most: int, *, sequences: int = 1, context: int = 0) -> Floats:
-        """`[most]`: milliseconds of 1, 2, … `most` rows, corrected; never falling, which `ms` alone does not promise."""
-        logs = self._common(model, sequences) + self._shape[model].over(most)
-        factors = np.exp(np.clip(logs, -self._limit, self._limit))
-        return np.maximum.accumulate(factors * self.profile.models[model].curve(most, sequences=sequences, context=context))
+    def curve(self, model: str, rows: Iterable[int], *, sequences: int = 1, context: int = 0) -> list[float]:
+        """Milliseconds of each of `rows`, ascending, corrected; never falling, which `ms` alone does not promise."""
+        return list(accumulate((self.ms(model, count, sequences=sequences, context=context) for count in rows), max))
 
     def _common(self, model: str, sequences: int) -> float:
         """The terms that do not depend on the rows."""

@@ -17,11 +17,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-Floats = NDArray[np.float64]
-
 NO_NODES, HELD, LOAD, MARGINAL, BUDGET, ALL = "empty", "held", "load", "marginal", "budget", "all"
 """Why a share is what it is: nothing was drafted; speculation is off and would gain too little to come back; rows cost more
 than they bring; the next node does; there are no more rows; every node is taken. Bounded, for metric labels."""
@@ -49,8 +44,8 @@ class Share:
 
 
 def share_rows(
-    candidates: Sequence[Floats],
-    verify_ms: Floats,
+    candidates: Sequence[Sequence[float]],
+    verify_ms: Sequence[float],
     *,
     budget: int | None = None,
     draft_ms: float = 0.0,
@@ -73,32 +68,27 @@ def share_rows(
     assert 1 <= roots <= len(verify_ms), f"{roots} sequences, prices of {len(verify_ms)} rows"
     assert margin >= 0, f"margin {margin}"
     most = len(verify_ms) if budget is None else max(min(len(verify_ms), budget), roots)
-    everything, owner, order = _in_line(candidates)
-    order = order[: most - roots]
-    tokens = np.empty(len(order) + 1)
-    tokens[0] = roots
-    tokens[1:] = roots + np.cumsum(everything[order])
-    ms = verify_ms[roots - 1 : roots + len(order)] + spent_ms
-    ms[1:] += draft_ms
-    rates = tokens / ms
-    count = int(np.argmax(rates if rate is None else tokens - rate * ms))
-    reason = _reason(count, len(order), len(everything))
-    if count and not speculated and rates[count] < (1 + margin) * rates[0]:
-        count, reason = 0, HELD
-    nodes = np.bincount(owner[order[:count]], minlength=roots)
-    return Share(tuple(nodes.tolist()), float(tokens[count]), float(ms[count]), float(rates[0]), reason)
-
-
-def _in_line(candidates: Sequence[Floats]) -> tuple[Floats, NDArray[np.intp], NDArray[np.intp]]:
-    """All nodes' probabilities, whose each is, and the order in which they are taken."""
-    if len(candidates) == 1:  # most steps of most servers
-        count = np.arange(len(candidates[0]))
-        return np.asarray(candidates[0], dtype=np.float64), np.zeros_like(count), count
-    everything = np.concatenate([np.asarray(own, dtype=np.float64) for own in candidates])
-    owner = np.repeat(np.arange(len(candidates)), [len(own) for own in candidates])
-    turn = np.concatenate([np.arange(len(own)) for own in candidates])
-    # Equally probable nodes go round: nobody is served last because he came last.
-    return everything, owner, np.lexsort((owner, turn, -everything))
+    # Plain Python: a step has tens of nodes, and behind a forward, with nothing of numpy left in the cache, a dozen array
+    # operations take several times as long. Equally probable nodes go round: nobody is served last because he came last.
+    line = [(-chance, turn, owner) for owner, own in enumerate(candidates) for turn, chance in enumerate(own)]
+    line.sort()
+    affordable = min(len(line), most - roots)
+    plain_ms = verify_ms[roots - 1] + spent_ms
+    tokens, best = float(roots), (0, float(roots), plain_ms)
+    most_worth = roots / plain_ms if rate is None else roots - rate * plain_ms
+    for count in range(1, affordable + 1):
+        tokens -= line[count - 1][0]
+        ms = verify_ms[roots - 1 + count] + spent_ms + draft_ms
+        worth = tokens / ms if rate is None else tokens - rate * ms
+        if worth > most_worth:
+            most_worth, best = worth, (count, tokens, ms)
+    reason = _reason(best[0], affordable, len(line))
+    if best[0] and not speculated and best[1] / best[2] < (1 + margin) * roots / plain_ms:
+        reason, best = HELD, (0, float(roots), plain_ms)
+    nodes = [0] * roots
+    for _, _, owner in line[: best[0]]:
+        nodes[owner] += 1
+    return Share(tuple(nodes), best[1], best[2], roots / plain_ms, reason)
 
 
 def _reason(count: int, affordable: int, existing: int) -> str:

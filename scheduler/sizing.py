@@ -66,21 +66,24 @@ def choose_size(
     return Size(chosen + 1, float(tokens[chosen]), float(ms[chosen]))
 
 
-def open_masses(path_probability: Floats, parent: Sequence[int]) -> Floats:
+def open_masses(path_probability: Sequence[float], parent: Sequence[int]) -> list[float]:
     """`[nodes]`: the probability that children to come of each node can have together.
 
     `parent` `[nodes of the tree]`, -1 for the root. The root's own share is 1.
     """
-    passed_on = np.bincount(np.asarray(parent[1:], dtype=np.intp), path_probability[1:], minlength=len(path_probability))
-    return np.maximum(path_probability - passed_on, 0.0)
+    masses = list(path_probability)
+    for chance, above in zip(path_probability[1:], parent[1:], strict=True):
+        masses[above] -= chance
+    return [mass if mass > 0.0 else 0.0 for mass in masses]
 
 
-def open_mass(path_probability: Floats, parent: Sequence[int], expandable: Iterable[int]) -> float:
+def open_mass(path_probability: Sequence[float], parent: Sequence[int], expandable: Iterable[int]) -> float:
     """U: the probability that nodes to come can have in one layer. `expandable` are all nodes that may yet get children.
 
     `parent` `[nodes]`, -1 for the root. The root's own share is 1.
     """
-    return float(open_masses(path_probability, parent)[list(expandable)].sum())
+    masses = open_masses(path_probability, parent)
+    return sum([masses[node] for node in expandable])
 
 
 def may_pay(open_mass: float, rate: float, layer_ms: float, kappa: float = 1.0) -> bool:

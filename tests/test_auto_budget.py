@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.acceptance import LiveAcceptance, TextRecord
-from scheduler.auto_budget import TARGET, AutoBudget, Offer
+from scheduler.auto_budget import TARGET, AutoBudget, Offer, Question
 from scheduler.cost import CostProfile, LatencyModel, Origin
 from scheduler.drift import LiveCosts
+from scheduler.sizing import may_pay, open_masses
 from tests.plain_forward import grow_tree
 from tree.tree import TokenTree
 
@@ -34,16 +36,21 @@ def root_offer(passes: tuple[int, ...] = (1,), **options: int) -> Offer:
     return Offer("medium", TokenTree(1), (0,), passes, 0, **options)
 
 
+def best_of(auto: AutoBudget, *offers: Offer, sharing: int = 1) -> Offer | None:
+    """Which call is made, if each offer is all that can be asked."""
+    return auto.best_call("m", [Question(offer.nodes, [offer]) for offer in offers], sharing=sharing)
+
+
 def test_a_call_that_costs_more_than_any_token_is_not_made() -> None:
     """At 25 ms a call can add one token at most, for which plain decoding takes 20."""
-    assert budget(call_ms=25.0).best_call("m", [root_offer()]) is None
+    assert best_of(budget(call_ms=25.0), root_offer()) is None
 
 
 def test_a_cheap_call_is_made_and_a_free_drafter_is_always_asked() -> None:
     offer = root_offer()
-    assert budget(call_ms=1.0).best_call("m", [offer]) is offer
+    assert best_of(budget(call_ms=1.0), offer) is offer
     free = replace(offer, drafter="ngram", passes=())
-    assert budget(call_ms=1e3).best_call("m", [free]) is free, "it has no price"
+    assert best_of(budget(call_ms=1e3), free) is free, "it has no price"
 
 
 def test_of_two_drafters_the_one_is_called_that_is_worth_more() -> None:
@@ -59,7 +66,7 @@ def test_of_two_drafters_the_one_is_called_that_is_worth_more() -> None:
         for _ in range(300):
             auto.drafted(good)
             auto.drafted(fair)
-        best = auto.best_call("m", [replace(fair, tree=TokenTree(1)), replace(good, tree=TokenTree(1))])
+        best = best_of(auto, replace(fair, tree=TokenTree(1)), replace(good, tree=TokenTree(1)))
         assert best is not None and best.drafter == expected
 
 
@@ -69,11 +76,11 @@ def test_sequences_share_the_price_of_a_call() -> None:
     Time is worth eight times as much then, so a price that was not shared could never be paid.
     """
     offer = root_offer()
-    assert budget(call_ms=8.0, row_ms=0.1).best_call("m", [offer]) is offer
+    assert best_of(budget(call_ms=8.0, row_ms=0.1), offer) is offer
     auto = budget(call_ms=8.0, row_ms=0.1)
     auto.begin(sequences=8, context=0, base_rows=8)
-    assert auto.best_call("m", [offer], sharing=8) is offer
-    assert auto.best_call("m", [offer]) is None, "negative control: the price for one of them alone"
+    assert best_of(auto, offer, sharing=8) is offer
+    assert best_of(auto, offer) is None, "negative control: the price for one of them alone"
 
 
 def test_only_the_promising_top_of_a_deep_chain_is_asked_about() -> None:
@@ -82,25 +89,34 @@ def test_only_the_promising_top_of_a_deep_chain_is_asked_about() -> None:
     for depth in range(6):
         above = tree.add(above, depth, math.log(0.2), "ngram")
     options = [Offer("medium", tree, tuple(range(depth + 1)), (1,) * (depth + 1), 0) for depth in range(7)]
-    assert budget(call_ms=3.0).best_call("m", options) is options[0]
-    free = budget(call_ms=1e-5).best_call("m", options)
+    question = Question(tuple(range(len(tree))), options)
+    assert budget(call_ms=3.0).best_call("m", [question]) is options[0]
+    free = budget(call_ms=1e-5).best_call("m", [question])
     assert free is not None and len(free.nodes) > 1, "negative control: at no price it looks further"
 
 
 @given(seed=st.integers(0, 10**6), price=st.floats(0.01, 100.0))
 def test_what_cannot_pay_is_not_looked_at_and_loses_nothing(seed: int, price: float) -> None:
-    """Where the cheapest part cannot pay for the sake of the whole question, no part of it would have been asked."""
+    """Parts behind one that could not pay for the whole question are not even made, and none of them would have been asked."""
     tree = TokenTree(1)
     grow_tree(random.Random(seed), tree, 9, drafters=("medium",))
     auto = budget(call_ms=price)
-    masses = auto.open_masses(tree)
     layers = [tuple(node for node in range(len(tree)) if tree.depth[node] <= deepest) for deepest in range(max(tree.depth) + 1)]
     parts = [Offer("medium", tree, nodes, (1,) * (index + 1), 0) for index, nodes in enumerate(layers)]
-    found = auto.best_call("m", parts, masses=masses)
-    assert found == auto.best_call("m", parts), "masses that are handed in are those that it would reckon"
-    if not auto.may_pay("m", parts[0], range(len(tree)), masses):
-        assert found is None
-    assert auto.may_pay("m", replace(parts[0], drafter="ngram"), (), masses), "a free drafter always may"
+    made: list[Offer] = []
+
+    def lazily() -> Iterator[Offer]:
+        for part in parts:
+            made.append(part)
+            yield part
+
+    found = auto.best_call("m", [Question(layers[-1], lazily())])
+    assert found == best_of(auto, *parts), "each part as a question of its own"
+    known = auto.best_call("m", [Question(layers[-1], parts)], chances=auto.chances(tree))
+    assert found == known, "chances that are handed in are those that it would reckon"
+    whole = sum(open_masses(auto.chances(tree), tree.parent))
+    paying = [part for part in parts if may_pay(whole, auto.rate("m"), price * len(part.passes))]
+    assert made == parts[: len(paying) + 1]
 
 
 @given(seed=st.integers(0, 10**6), row_ms=st.floats(0.05, 20.0), rate=st.floats(1.0, 3.0))
@@ -118,8 +134,8 @@ def test_the_chosen_nodes_are_the_best_tree_there_is(seed: int, row_ms: float, r
         for below in itertools.combinations(range(1, 7), size):
             if all(tree.parent[node] in (0, *below) for node in below):
                 ms = auto.costs.ms(TARGET, 1 + size)
-                worth[below] = 1 + sum(paths[list(below)]) - auto.rate("m") * ms
-    ((root, *chosen),) = auto.choose([(tree, range(7), None)], ["m"])
+                worth[below] = 1 + sum(paths[node] for node in below) - auto.rate("m") * ms
+    ((root, *chosen),) = auto.choose([(range(7), paths)], ["m"])
     assert root == 0 and worth[tuple(chosen)] == pytest.approx(max(worth.values()), abs=1e-9)
 
 
@@ -135,7 +151,7 @@ def test_trees_of_fixed_size_make_rows_dearer_for_the_others() -> None:
         auto = AutoBudget(LiveCosts(profile))
         auto.begin(sequences=1, context=0, base_rows=1)
         auto.add_rows(others)
-        chosen.append(len(auto.choose([(tree, range(5), None)], ["m"])[0]))
+        chosen.append(len(auto.choose([(range(5), auto.chances(tree))], ["m"])[0]))
     assert chosen == [5, 2], "one row is left before the jump"
 
 
@@ -173,13 +189,13 @@ def test_a_drafter_that_gives_nothing_is_called_less_and_less_and_then_again() -
     auto = budget(call_ms=6.0)
     barren, fertile = root_offer(), root_offer()
     fertile.tree.add(0, 1, math.log(0.9), "medium")
-    assert auto.best_call("m", [root_offer()]) is not None
+    assert best_of(auto, root_offer()) is not None
     for _ in range(100):
         auto.drafted(barren)
-    assert auto.best_call("m", [root_offer()]) is None
+    assert best_of(auto, root_offer()) is None
     for _ in range(100):
         auto.drafted(fertile)
-    assert auto.best_call("m", [root_offer()]) is not None
+    assert best_of(auto, root_offer()) is not None
 
 
 def test_one_texts_record_speaks_for_that_text_only() -> None:

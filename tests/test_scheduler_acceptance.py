@@ -120,7 +120,7 @@ def test_children_sum_to_at_most_their_parent(acceptance: Acceptance, seed: int)
     assert paths[0] == 1.0 and len(paths) == len(tree)
     for node in range(len(tree)):
         children = list(tree.children[node].values())
-        assert paths[children].sum() <= paths[node] * (1 + 1e-12)
+        assert sum(paths[child] for child in children) <= paths[node] * (1 + 1e-12)
         assert all(0 <= paths[child] <= paths[node] for child in children)
 
 
