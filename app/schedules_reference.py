@@ -99,8 +99,8 @@ def _schedules() -> Iterator[str]:
     yield _filled(
         "The plan of `treegraft` is the setting `plan`. Unset, it is the one above, and "
         f"`{WITHOUT_PRICES}` where no prices are known (`--costs none`, or a number as budget). The rule of `guided` is the "
-        "setting `rule`, a file of `graftserve fit-scheduler`; one comes with the shipped pair of drafters, and without a rule "
-        "there is no `guided`. The network of `nde` is the setting `selector`; none comes with the program, see scheduler.md."
+        "setting `rule`, the network of `nde` the setting `selector`, both files of `graftserve fit-scheduler`. One of each "
+        "comes with the shipped pair of drafters; without a rule there is no `guided`, without a network no `nde`."
     )
 
 

@@ -17,6 +17,7 @@ from drafters.base import DraftRequest, Halt
 from drafters.reading import missing_nodes, read_answer
 from models.attention import Segment, chain_then_tree
 from models.causal_lm import CausalLM
+from models.draft_vocab import DraftVocab
 from models.kv_cache import RowList
 from models.prefix_cache import Lease, PrefixCache
 from tree.flatten import positions, visible
@@ -55,8 +56,7 @@ class CausalLMDrafter:
     def __init__(self, name: str, lm: CausalLM, ids: Sequence[int] | None = None) -> None:
         self.name = name
         self.lm = lm
-        self._ids = ids
-        self._draft_ids = None if ids is None else {target: draft for draft, target in enumerate(ids)}
+        self._vocab = None if ids is None else DraftVocab(ids, lm.device)
 
     def open(self) -> Following:
         """An empty memory; the prompt is fed with the first question."""
@@ -101,8 +101,7 @@ class CausalLMDrafter:
                     request.ask,
                     self.name,
                     request.state.log_probs,
-                    ids=self._ids,
-                    draft_ids=self._draft_ids,
+                    vocab=self._vocab,
                     sampling=request.sampling,
                     vocab_size=self.lm.vocab_size,
                 )

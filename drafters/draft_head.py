@@ -120,8 +120,7 @@ class HeadDrafter:
                         request.ask,
                         self.name,
                         state.log_probs,
-                        ids=self.lm.ids,
-                        draft_ids=self.lm.draft_ids,
+                        vocab=self.lm.vocab,
                         sampling=request.sampling,
                         vocab_size=self.lm.vocab_size,
                     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from drafters.base import DraftRequest, Halt
+from models.draft_vocab import DraftVocab
 from models.sampling import SamplingParams, probabilities
 from tree.growth import Answer, Ask, Candidates
 from tree.tree import TokenTree
@@ -46,8 +47,7 @@ def read_answer(
     name: str,
     log_probs: Mapping[int, torch.Tensor],
     *,
-    ids: Sequence[int] | None = None,
-    draft_ids: Mapping[int, int] | None = None,
+    vocab: DraftVocab | None = None,
     sampling: SamplingParams | None = None,
     vocab_size: int = 0,
 ) -> Answer | Halt:
@@ -58,17 +58,16 @@ def read_answer(
 
     Args:
         log_probs: node -> `[vocab]` row on the device, for every asked node.
-        ids: the target's id of every entry of a row, for a drafter with a vocabulary of its own; None: they are the same.
-        draft_ids: the way back.
+        vocab: of a drafter with a vocabulary of its own; None: an entry's place in a row is the target's id.
         sampling: how the request samples; only its temperature, top-k and top-p matter here.
-        vocab_size: of the target; the length of rows to draw from, where `ids` are given.
+        vocab_size: of the target; the length of rows to draw from, where there is a `vocab`.
     """
     rows = torch.stack([log_probs[node] for node in ask.nodes])
     best = rows.topk(min(ask.width, rows.shape[1]), dim=-1)
     edges = _edges_to_score(ask, tree, log_probs, name)
     size = rows.shape[1]
     values = [best.values.flatten()]
-    columns = [_column(tree.token[node], size, draft_ids) for node in edges]
+    columns = [_column(tree.token[node], size, vocab) for node in edges]
     if edges:
         parents = torch.stack([log_probs[tree.parent[node]] for node in edges])
         index = torch.tensor([[max(column, 0)] for column in columns], device=parents.device)
@@ -79,35 +78,28 @@ def read_answer(
         return Halt("nan")
     candidates = {}
     for row, node in enumerate(ask.nodes):
-        tokens = found[row] if ids is None else [ids[column] for column in found[row]]
+        tokens = found[row] if vocab is None else [vocab.ids[column] for column in found[row]]
         candidates[node] = _candidates(tokens, flat[row * width : (row + 1) * width])
     scored = zip(edges, columns, flat[len(ask.nodes) * width :], strict=True)
     # A token that the drafter has no entry for gets no probability from it.
     rescored = {node: lp if column >= 0 else -math.inf for node, column, lp in scored}
     if not ask.wants_rows:
         return Answer(candidates, rescored)
-    q = _rows_to_draw_from(rows, sampling or SamplingParams(), ids, vocab_size)
+    p = probabilities(rows, _to_draw(sampling or SamplingParams()))
+    q = p if vocab is None else vocab.spread(p, vocab_size)  # nobody writes to it any more
     return Answer(candidates, rescored, dict(zip(ask.nodes, q, strict=True)))
 
 
-def _rows_to_draw_from(
-    log_probs: torch.Tensor, sampling: SamplingParams, ids: Sequence[int] | None, vocab_size: int
-) -> torch.Tensor:
-    """`[nodes, vocab]` probabilities that nobody writes to again."""
-    plain = SamplingParams(
-        temperature=1.0 if sampling.greedy else sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k
-    )
-    p = probabilities(log_probs, plain)
-    if ids is None:
-        return p
-    every = p.new_zeros(len(p), vocab_size)
-    every[:, torch.tensor(ids, device=p.device)] = p
-    return every
+def _to_draw(sampling: SamplingParams) -> SamplingParams:
+    """What of a request's sampling the rows to draw from are shaped by."""
+    temperature = 1.0 if sampling.greedy else sampling.temperature
+    return SamplingParams(temperature=temperature, top_p=sampling.top_p, top_k=sampling.top_k)
 
 
-def _column(token: int, size: int, draft_ids: Mapping[int, int] | None) -> int:
-    if draft_ids is not None:
-        return draft_ids.get(token, -1)
+def _column(token: int, size: int, vocab: DraftVocab | None) -> int:
+    """Where a row has the target's `token`; -1: nowhere."""
+    if vocab is not None:
+        return vocab.columns.get(token, -1)
     return token if token < size else -1
 
 

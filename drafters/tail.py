@@ -102,8 +102,7 @@ class TailDrafter:
             request.ask,
             self.name,
             request.state.log_probs,
-            ids=self.lm.ids,
-            draft_ids=self.lm.draft_ids,
+            vocab=self.lm.vocab,
             sampling=request.sampling,
             vocab_size=self.lm.vocab_size,
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from models.draft_head import Attend, DraftHead
+from models.draft_vocab import DraftVocab
 from models.kv_cache import RowPool
 
 
@@ -28,8 +29,7 @@ class PlacedHead:
         self.max_positions = config.max_positions
         self.vocab_size = len(embedding)
         self._embedding = embedding
-        self.ids: list[int] = head.id_map.tolist()  # draft id -> target id
-        self.draft_ids = {target: draft for draft, target in enumerate(self.ids)}
+        self.vocab = DraftVocab(head.id_map.tolist(), self.device)
         self.pool = RowPool(
             config.num_layers,
             num_rows,

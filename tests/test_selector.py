@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -389,7 +390,9 @@ def test_from_prompts_to_a_selector(tmp_path: Path, tiny_model: TinyModel, monke
     result = CliRunner().invoke(program, ["fit-scheduler", str(log), "--kind", "nde", "--out", str(out)])
     assert result.exit_code == 0, result.stderr + str(result.exception)
     assert Selector.load(out).config.verifier == "naive"
-    assert json.loads(out.with_suffix(".json").read_text())["held_out"]["roots"] >= 1
+    report = json.loads(out.with_suffix(".json").read_text())
+    assert report["held_out"]["roots"] >= 1 and report["verifier"] == "naive"
+    assert report["prices"] == asdict(LINEAR.origin), "a selector is for the prices it was trained with"
     for arguments, named in (
         (["fit-scheduler", str(prices), "--kind", "nde", "--out", str(out)], "costs.json"),
         (["trace-shapes", "--verifier", "traversal", "--out", str(log)], "traversal"),

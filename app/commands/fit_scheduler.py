@@ -6,6 +6,7 @@ Exit status: 0, 2 for what the user can mend.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,7 +85,8 @@ def _fit_selector(file: Path, out: Path, profile: Path | None) -> None:
     except (ValueError, OSError) as error:
         message = describe(error)
         fail(message if str(file) in message else f"{file}: {message}")
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+    made_for = {**asdict(labels.header), "prices": asdict(prices.origin)}
+    out.with_suffix(".json").write_text(json.dumps({**made_for, **report}, indent=1) + "\n", "utf-8")
     parts = {name: report[name] for name in ("trained", "held_out") if report[name] is not None}
     columns = ("prompts", "roots", "best single shape, tokens/s", "selector", "oracle", "shapes used")
     lines = [
