@@ -7,7 +7,7 @@ beside the sequence and hands back. It never fails a request: a drafter that can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,6 +18,10 @@ from models.kv_cache import RowPool
 from models.sampling import SamplingParams
 from tree.growth import Answer, Ask
 from tree.tree import TokenTree
+
+Race = Callable[[int, int], torch.Tensor]
+"""(depth of a node, size) -> the `[size]` standard exponentials, on the CPU, with which the target will race for the token
+after the node (:mod:`drafters.race`). Nobody may write to them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +38,9 @@ class DraftRequest:
     num_cached: int | None = None
     """Tokens at the beginning whose rows the target had from another text, so their hidden states do not come in. None: the
     server keeps nothing of texts that are over, and neither does the drafter."""
+    race: Race | None = None
+    """How the target will draw the tokens that are to be guessed. None: it will not draw, or by a rule whose law needs drafts
+    that know nothing of its numbers."""
 
 
 @dataclass(frozen=True, slots=True)

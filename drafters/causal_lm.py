@@ -97,12 +97,10 @@ class CausalLMDrafter:
                 Answer({}, {})
                 if feed.is_partial
                 else read_answer(
-                    request.tree,
-                    request.ask,
+                    request,
                     self.name,
                     request.state.log_probs,
                     vocab=self._vocab,
-                    sampling=request.sampling,
                     vocab_size=self.lm.vocab_size,
                 )
             )

@@ -116,12 +116,10 @@ class HeadDrafter:
                 elif size == 0 and not entries.is_partial:
                     state = request.state
                     answers[index] = read_answer(
-                        request.tree,
-                        request.ask,
+                        request,
                         self.name,
                         state.log_probs,
                         vocab=self.lm.vocab,
-                        sampling=request.sampling,
                         vocab_size=self.lm.vocab_size,
                     )
                 else:

@@ -29,9 +29,10 @@ from typing import Literal
 
 import torch
 
-from drafters.base import DraftRequest, Halt
+from drafters.base import DraftRequest, Halt, Race
 from drafters.corpus import LONGEST_CONTEXT, CorpusIndex
 from drafters.ngram_index import MAX_N, Followers, NgramIndex
+from drafters.race import chance_to_win
 from tree.growth import Answer, Candidates
 from tree.tree import TokenTree
 
@@ -140,7 +141,8 @@ class NgramDrafter:
         state.forget_lookups()
 
     def _answer(self, request: DraftRequest) -> Answer:
-        lookup, tree, ask = Lookup(request.state, request.context, self.corpus, self.min_n), request.tree, request.ask
+        tree, ask = request.tree, request.ask
+        lookup = Lookup(request.state, request.context, self.corpus, self.min_n, request.race)
         rescored: dict[int, float] = {}
         if ask.rescore:
             for node in range(1, len(tree)):
@@ -194,6 +196,7 @@ class Lookup:
     text: Sequence[int]
     corpus: CorpusIndex | None
     min_n: int
+    race: Race | None = None  # by which the target will draw
 
     def candidates(self, path: Sequence[int], k: int) -> list[Proposal]:
         """Up to `k` distinct tokens that followed the end of `path`: by source, then most recent (corpus: frequent) first.
@@ -204,7 +207,8 @@ class Lookup:
         for evidence in self._evidence(path):
             for token, (times, position) in evidence.followers.by_token.items():
                 if token not in found:
-                    found[token] = Proposal(token, math.log(evidence.unit * times), position, evidence.in_corpus)
+                    lp = self._score(path, token, evidence.unit * times)
+                    found[token] = Proposal(token, lp, position, evidence.in_corpus)
                     if len(found) == k:
                         return list(found.values())
         return list(found.values())
@@ -213,7 +217,7 @@ class Lookup:
         """The log-probability that :meth:`candidates` with no limit gives to one token; None if it never followed."""
         for evidence in self._evidence(path):
             if token in evidence.followers.by_token:
-                return math.log(evidence.unit * evidence.followers.by_token[token][0])
+                return self._score(path, token, evidence.unit * evidence.followers.by_token[token][0])
         return None
 
     def chain(self, path: Sequence[int], head: Proposal, length: int) -> tuple[tuple[int, float], ...]:
@@ -228,6 +232,12 @@ class Lookup:
             chain.append((token, lp))
             drafted.append(token)
         return tuple(chain)
+
+    def _score(self, path: Sequence[int], token: int, chance: float) -> float:
+        """The log-probability that the target agrees on `token` after `path`, which it finds likely by `chance`."""
+        if self.race is None:
+            return math.log(chance)
+        return chance_to_win(chance, float(self.race(len(path), token + 1)[token]))
 
     def _read(self, position: int, in_corpus: bool, drafted: list[int]) -> int | None:
         """The token at a position of the text, then of the draft behind it, or of the corpus; None at a document's end."""

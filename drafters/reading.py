@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from drafters.base import DraftRequest, Halt
+from drafters.base import DraftRequest, Halt, Race
+from drafters.race import race_log_probs
 from models.draft_vocab import DraftVocab
 from models.sampling import SamplingParams, probabilities
 from tree.growth import Answer, Ask, Candidates
@@ -42,36 +43,36 @@ def layers_of(request: DraftRequest, known: Mapping[int, object]) -> tuple[int, 
 
 
 def read_answer(
-    tree: TokenTree,
-    ask: Ask,
+    request: DraftRequest,
     name: str,
     log_probs: Mapping[int, torch.Tensor],
     *,
     vocab: DraftVocab | None = None,
-    sampling: SamplingParams | None = None,
     vocab_size: int = 0,
 ) -> Answer | Halt:
     """Candidates of the asked nodes and, on request, the drafter's scores of nodes that others scored.
 
-    Where children are to be drawn, also the rows to draw from: shaped like the target's for the request, since the closer the
-    two distributions are the more is accepted; a greedy request draws at temperature 1.
+    Where the target will draw by numbers that are known, scores are chances to win (:mod:`drafters.race`). Where children are
+    to be drawn, also the rows to draw from: shaped like the target's for the request, since the closer the two distributions
+    are the more is accepted; a greedy request draws at temperature 1.
 
     Args:
         log_probs: node -> `[vocab]` row on the device, for every asked node.
         vocab: of a drafter with a vocabulary of its own; None: an entry's place in a row is the target's id.
-        sampling: how the request samples; only its temperature, top-k and top-p matter here.
         vocab_size: of the target; the length of rows to draw from, where there is a `vocab`.
     """
-    rows = torch.stack([log_probs[node] for node in ask.nodes])
-    best = rows.topk(min(ask.width, rows.shape[1]), dim=-1)
+    tree, ask, sampling = request.tree, request.ask, request.sampling or SamplingParams()
     edges = _edges_to_score(ask, tree, log_probs, name)
+    place = {node: index for index, node in enumerate(dict.fromkeys((*ask.nodes, *(tree.parent[node] for node in edges))))}
+    drafted = torch.stack([log_probs[node] for node in place])
+    rows = drafted if request.race is None else _raced(drafted, place, request, request.race, vocab, vocab_size)
     size = rows.shape[1]
+    best = rows[: len(ask.nodes)].topk(min(ask.width, size), dim=-1)
     values = [best.values.flatten()]
     columns = [_column(tree.token[node], size, vocab) for node in edges]
     if edges:
-        parents = torch.stack([log_probs[tree.parent[node]] for node in edges])
-        index = torch.tensor([[max(column, 0)] for column in columns], device=parents.device)
-        values.append(parents.gather(1, index).flatten())
+        above = torch.tensor([place[tree.parent[node]] for node in edges], device=rows.device)
+        values.append(rows[above, torch.tensor([max(column, 0) for column in columns], device=rows.device)])
     width = best.values.shape[1]
     flat, found = torch.cat(values).tolist(), best.indices.tolist()
     if any(math.isnan(value) for value in flat):
@@ -85,13 +86,36 @@ def read_answer(
     rescored = {node: lp if column >= 0 else -math.inf for node, column, lp in scored}
     if not ask.wants_rows:
         return Answer(candidates, rescored)
-    p = probabilities(rows, _to_draw(sampling or SamplingParams()))
-    q = p if vocab is None else vocab.spread(p, vocab_size)  # nobody writes to it any more
+    q = _rows_to_draw_from(drafted[: len(ask.nodes)], sampling, vocab, vocab_size)
     return Answer(candidates, rescored, dict(zip(ask.nodes, q, strict=True)))
 
 
-def _to_draw(sampling: SamplingParams) -> SamplingParams:
-    """What of a request's sampling the rows to draw from are shaped by."""
+def _rows_to_draw_from(
+    log_probs: torch.Tensor, sampling: SamplingParams, vocab: DraftVocab | None, vocab_size: int
+) -> torch.Tensor:
+    """`[nodes, vocab]` probabilities that nobody writes to again."""
+    p = probabilities(log_probs, _shape(sampling))
+    return p if vocab is None else vocab.spread(p, vocab_size)
+
+
+def _raced(
+    log_probs: torch.Tensor,
+    nodes: Iterable[int],
+    request: DraftRequest,
+    race: Race,
+    vocab: DraftVocab | None,
+    vocab_size: int,
+) -> torch.Tensor:
+    """`[nodes, columns]`: chances to win the target's race, in logarithms."""
+    depths = [request.tree.depth[node] for node in nodes]
+    size = log_probs.shape[1] if vocab is None else vocab_size
+    exponentials = torch.stack([race(depth, size) for depth in depths]).to(log_probs.device)
+    q = probabilities(log_probs, _shape(request.sampling or SamplingParams()))
+    return race_log_probs(q, exponentials if vocab is None else vocab.known(exponentials))
+
+
+def _shape(sampling: SamplingParams) -> SamplingParams:
+    """What of a request's sampling a drafter's rows are shaped by."""
     temperature = 1.0 if sampling.greedy else sampling.temperature
     return SamplingParams(temperature=temperature, top_p=sampling.top_p, top_k=sampling.top_k)
 

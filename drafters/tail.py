@@ -98,12 +98,10 @@ class TailDrafter:
 
     def _answer(self, request: DraftRequest) -> Answer | Halt:
         return read_answer(
-            request.tree,
-            request.ask,
+            request,
             self.name,
             request.state.log_probs,
             vocab=self.lm.vocab,
-            sampling=request.sampling,
             vocab_size=self.lm.vocab_size,
         )
 

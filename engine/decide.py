@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.adjust import adjusted, without_ends
-from engine.noise import TargetNoise
 from engine.rows import probability_rows
 from engine.score import Scored
 from verify import EVERY_VERIFIER
@@ -24,5 +23,4 @@ def decide(scored: Scored) -> Verdict:
         depths = [tree.depth[node] for node in scored.nodes]
         logits = without_ends(logits, sequence.end_tokens, depths, sequence.num_required)
     rows = logits if sampling.greedy else probability_rows(logits, sampling)
-    noise = TargetNoise(sampling.seed, sequence.num_output)
-    return rule(tree, scored.nodes, rows, noise)
+    return rule(tree, scored.nodes, rows, sequence.noise)

@@ -180,7 +180,12 @@ class Engine:
         )
         text = TextStream(self._decode, request.stop, byte_ids=self._byte_ids, num_deaf=request.min_tokens)
         sequence = open_sequence(
-            request, schedule, text, stop_tokens=self.stop_tokens, max_model_len=self.max_model_len
+            request,
+            schedule,
+            text,
+            stop_tokens=self.stop_tokens,
+            max_model_len=self.max_model_len,
+            vocab_size=self.target.vocab_size,
         )
         self._door.enter(sequence)
 

@@ -1,14 +1,15 @@
 """The random numbers of one request: functions of its seed and the output position.
 
-Drafting and verification use different purposes and so never share a number. What belongs to an output position is drawn
-again by nobody, since a position is emitted once. What a step may use for tokens beyond those it emits (draws of a tree,
+Drawn trees and verification use different purposes and so never share a number. What belongs to an output position is drawn
+again by nobody, since a position is emitted once; so where the target alone decides, drafters may look at its numbers
+(:mod:`drafters.race`), which the text does not notice. What a step may use for tokens beyond those it emits (draws of a tree,
 accept tests from the leaves up) belongs to the step, that is to the position of its root and a depth: the next step starts
 at another position and finds other numbers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,14 +26,21 @@ class TargetNoise:
 
     seed: int  # the request's, a signed 64-bit integer
     position: int  # of the token after the root: the number of tokens written so far
+    least: int = 0  # exponentials are made for so many tokens, however few are asked for: others will ask for the rest
+    made: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
+    """Exponentials by output position, for whoever asks again. Who keeps it from step to step drops what lies behind."""
 
     def uniform(self, depth: int) -> float:
         """A number in [0, 1) for output position ``position + depth``."""
         return random_uniform(self.seed, self.position + depth, "target")
 
     def exponentials(self, depth: int, size: int) -> torch.Tensor:
-        """``[size]`` float32 standard exponentials on the CPU for output position ``position + depth``."""
-        return random_exponentials(self.seed, self.position + depth, "target-race", size)
+        """``[size]`` float32 standard exponentials on the CPU for output position ``position + depth``. Read only."""
+        place = self.position + depth
+        known = self.made.get(place)
+        if known is None or len(known) < size:
+            known = self.made[place] = random_exponentials(self.seed, place, "target-race", max(size, self.least))
+        return known[:size]  # a token has the same number whatever the size
 
     def uniforms(self, depth: int, size: int) -> list[float]:
         """`size` numbers in [0, 1) for the accept tests at `depth` in the step whose root `position` follows."""

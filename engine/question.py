@@ -114,6 +114,7 @@ def request(draft: Draft, ask: Ask, drafter: Drafter) -> DraftRequest:
         sequence.request.sampling,
         sequence.rows.view(),
         None if sequence.lease is None else sequence.num_cached,
+        sequence.noise.exponentials if sequence.is_raced else None,
     )
 
 

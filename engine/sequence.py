@@ -12,6 +12,7 @@ import torch
 
 from engine.adjust import Tally
 from engine.constraint import Constraint
+from engine.noise import TargetNoise
 from engine.request import DrafterCount, Request, RequestStats, TokenLogprob
 from engine.text import TextStream
 from models.kv_cache import RowList
@@ -20,6 +21,7 @@ from scheduler.acceptance import TextRecord
 from scheduler.schedule import Schedule
 from tree.tree import TokenTree
 from verify import EVERY_VERIFIER
+from verify.walk import TargetWalk
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,6 +49,7 @@ class Sequence:
     text: TextStream
     max_total: int  # tokens, prompt included, at which the answer ends
     end_tokens: frozenset[int]  # tokens that end the answer
+    vocab_size: int  # length of the target's rows
     tokens: list[int]
     stats: RequestStats
     rows: RowList = field(default_factory=RowList)
@@ -64,6 +67,7 @@ class Sequence:
     num_awaited: int = 0
     num_read: int = 0  # tokens of the prompt that were counted as read
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the second token of the prompt, and so on
+    exponentials: dict[int, torch.Tensor] = field(default_factory=dict)  # of output positions to come, as far as they were made
     tally: Tally | None = None  # what penalties count in `tokens`; None until `tallied` is asked for it
 
     @property
@@ -80,6 +84,18 @@ class Sequence:
     def rule_name(self) -> str:
         """The decision rule of this request's temperature."""
         return rule_name(self.schedule, self.request)
+
+    @property
+    def noise(self) -> TargetNoise:
+        """The target's random numbers for a tree at the end of the text."""
+        for position in [position for position in self.exponentials if position < self.num_output]:
+            del self.exponentials[position]
+        return TargetNoise(self.request.sampling.seed, self.num_output, self.vocab_size, self.exponentials)
+
+    @property
+    def is_raced(self) -> bool:
+        """Whether drafters may know the numbers by which the target will draw: its token depends on nothing that they do."""
+        return self.rule_name == TargetWalk.name
 
     @property
     def num_required(self) -> int:
@@ -130,9 +146,15 @@ class Sequence:
 
 
 def open_sequence(
-    request: Request, schedule: Schedule, text: TextStream, *, stop_tokens: frozenset[int], max_model_len: int
+    request: Request,
+    schedule: Schedule,
+    text: TextStream,
+    *,
+    stop_tokens: frozenset[int],
+    max_model_len: int,
+    vocab_size: int,
 ) -> Sequence:
-    """A sequence that has not been fed yet; `stop_tokens` are the model's own."""
+    """A sequence that has not been fed yet; `stop_tokens` are the model's own, `vocab_size` is the length of its rows."""
     prompt = list(request.prompt)
     ends = end_tokens(request, stop_tokens)
     allowed = max_model_len if request.max_tokens is None else min(max_model_len, len(prompt) + request.max_tokens)
@@ -143,6 +165,7 @@ def open_sequence(
         text=text,
         max_total=allowed,
         end_tokens=ends,
+        vocab_size=vocab_size,
         tokens=prompt,
         stats=RequestStats(
             schedule=schedule.name,
