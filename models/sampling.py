@@ -9,8 +9,8 @@ Traps this file takes care of:
 * a tiny temperature must not overflow: the row's maximum is subtracted *before* the division, in float32 at least;
 * ties at the edge of top-k and top-p are broken by token id, so a row's support does not depend on a sorting routine;
 * random numbers are a function of (seed, output position, purpose), not of a stream that batch mates or a different
-  number of drafted tokens could advance. Different purposes (drafting, verifying) are independent of each other, which
-  losslessness needs.
+  number of drafted tokens could advance. Different purposes (drawing drafts, verifying) are independent of each other,
+  which rules need that compare the two.
 """
 
 from __future__ import annotations
