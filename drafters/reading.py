@@ -117,7 +117,7 @@ def _raced(
 def _shape(sampling: SamplingParams) -> SamplingParams:
     """What of a request's sampling a drafter's rows are shaped by."""
     temperature = 1.0 if sampling.greedy else sampling.temperature
-    return SamplingParams(temperature=temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    return SamplingParams(temperature=temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
 
 
 def _column(token: int, size: int, vocab: DraftVocab | None) -> int:

@@ -16,7 +16,7 @@ from models.sampling import SamplingParams
 
 pytestmark = [pytest.mark.weights, pytest.mark.slow]
 
-DRAFTING = ("chain-small", "chain-medium", "adaptive", "guided", "treegraft")
+DRAFTING = ("chain-small", "chain-medium", "adaptive", "guided", "treegraft", "nde")
 ASKED = ("Name three rivers in France.", "Write a Python function that adds two numbers.", "Why is the sky blue?")
 
 

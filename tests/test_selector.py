@@ -18,12 +18,14 @@ from typer.testing import CliRunner
 
 from app.commands import COMMANDS
 from app.drafter_quality import Text
+from app.drafting import SHIPPED
 from app.selector_labels import LabelPlan, NoDistribution, label_text
 from app.teacher_forcing import Memory, read_text
 from drafters.ngram import NgramDrafter
 from models.sampling import SamplingParams
 from models.toy import byte_tokenizer
 from scheduler.cost import CostProfile, LatencyModel, Origin
+from scheduler.selected import SERVED
 from scheduler.selector import SCALARS, SHAPES, Selector, SelectorConfig, all_ms, scalars, step_ms
 from scheduler.selector_fit import (
     Samples,
@@ -401,3 +403,12 @@ def test_from_prompts_to_a_selector(tmp_path: Path, tiny_model: TinyModel, monke
     ):
         result = CliRunner().invoke(program, arguments)
         assert result.exit_code == 2 and named in result.stderr, result.stderr
+
+
+def test_the_network_that_ships_is_worth_more_than_the_best_single_shape() -> None:
+    """On prompts that it was not trained on, by its own report; it looks at nothing that a server does not know."""
+    selector = Selector.load(SHIPPED / "selector.safetensors")
+    report = json.loads((SHIPPED / "selector.json").read_text())
+    assert selector.config.verifier == report["verifier"] and set(selector.config.inputs) <= set(SERVED)
+    held_out = report["held_out"]
+    assert held_out["selector"] > held_out["static"] and held_out["shapes_used"] > 1 and held_out["roots"] >= 200
