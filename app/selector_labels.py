@@ -76,8 +76,7 @@ def _label(trail: Trail, memory: Memory, prompt: int, plan: LabelPlan, place: in
     before = TokenTree(trail.tokens[trail.root])
     q_before = _rows(trail, before, [0], plan)[0]
     # As the server has it: of a greedy request, what the target would draw from at temperature 1.
-    warm = replace(plan.sampling, temperature=1.0) if plan.sampling.greedy else plan.sampling
-    p_before = _target_rows(before, trail, memory, replace(plan, sampling=warm))[0]
+    p_before = _target_rows(before, trail, memory, replace(plan, sampling=plan.sampling.warm))[0]
     trail.advance()
     total = torch.zeros(len(SHAPES), dtype=torch.float64)
     drawn = TokenTree(trail.tokens[trail.root])

@@ -269,7 +269,7 @@ class Lookup:
     def _followers(self, context: tuple[int, ...], position: int) -> Followers | None:
         known = self.memory.known
         if context not in known:
-            known[context] = self.memory.index.followers_from(self.text, context, position)
+            known[context] = self.memory.index.followers(self.text, context, position)
         return known[context]
 
     def _followers_elsewhere(self, corpus: CorpusIndex, tail: tuple[int, ...]) -> Followers | None:

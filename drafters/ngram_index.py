@@ -96,29 +96,14 @@ class NgramIndex:
         self.start = max(self.start, self.end - self.window)
         return count
 
-    def followers(self, text: Sequence[int], context: Sequence[int]) -> Followers | None:
+    def followers(self, text: Sequence[int], context: Sequence[int], position: int | None = None) -> Followers | None:
         """What followed the last :data:`LOOK_BACK` occurrences of `context`, one to five tokens; None if it has none.
 
-        `context` need not be part of the text.
+        `context` need not be part of the text. `position` is what `latest` says of it, where that is known.
         """
-        return self.followers_from(text, context, self.latest(context)[-1])
-
-    def latest(self, context: Sequence[int]) -> list[int]:
-        """By n from one up: where the search for the last n tokens of `context`, at most five, begins. 0: they are nowhere.
-
-        Most n-grams that are sought never came up, and this says so of all lengths for less than one search.
-        """
-        if not self.capacity:
-            return [0] * len(context)
-        found, key, shift = [], 0, self._shift
-        for heads, token in zip(self._head_rows, reversed(context), strict=False):
-            key = (key + token + 1) * _FACTOR & _MASK
-            found.append(heads[key >> shift])
-        return found
-
-    def followers_from(self, text: Sequence[int], context: Sequence[int], position: int) -> Followers | None:
-        """`followers` of a `context` for which `latest` gave `position`."""
         n, sought = len(context), list(context)
+        if position is None:
+            position = self.latest(context)[-1]
         links = self._link_rows[n - 1]
         total, by_token = 0, dict[int, tuple[int, int]]()
         for _ in range(MAX_STEPS):
@@ -133,6 +118,19 @@ class NgramIndex:
                     break
             position = links[position % self.capacity]
         return Followers(n, total, by_token) if total else None
+
+    def latest(self, context: Sequence[int]) -> list[int]:
+        """By n from one up: where the search for the last n tokens of `context`, at most five, begins. 0: they are nowhere.
+
+        Most n-grams that are sought never came up, and this says so of all lengths for less than one search.
+        """
+        if not self.capacity:
+            return [0] * len(context)
+        found, key, shift = [], 0, self._shift
+        for heads, token in zip(self._head_rows, reversed(context), strict=False):
+            key = (key + token + 1) * _FACTOR & _MASK
+            found.append(heads[key >> shift])
+        return found
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity

@@ -116,8 +116,8 @@ def _raced(
 
 def _shape(sampling: SamplingParams) -> SamplingParams:
     """What of a request's sampling a drafter's rows are shaped by."""
-    temperature = 1.0 if sampling.greedy else sampling.temperature
-    return SamplingParams(temperature=temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
+    warm = sampling.warm
+    return SamplingParams(temperature=warm.temperature, top_p=warm.top_p, top_k=warm.top_k, min_p=warm.min_p)
 
 
 def _column(token: int, size: int, vocab: DraftVocab | None) -> int:

@@ -63,6 +63,7 @@ def commit(scored: Scored, verdict: Verdict, pool: RowPool, drafters: Mapping[st
     tokens = (*(tree.token[node] for node in verdict.path), verdict.extra)
     creators = (*(tree.creator[node] for node in verdict.path), "target")
     block, offsets = _append(sequence, tokens, creators)
+    sequence.exponentials = {place: made for place, made in sequence.exponentials.items() if place >= sequence.num_output}
     sequence.stats.num_trimmed = len(tokens) - len(block.token_ids)
     if sequence.request.num_logprobs is None:
         return block
@@ -78,7 +79,7 @@ def _entropy(scored: Scored, verdict: Verdict) -> float:
     """Of the target's distribution that the newest token was taken from; at temperature 0, of the one at 1."""
     sampling = scored.draft.sequence.request.sampling
     row = scored.nodes.index(verdict.path[-1]) if verdict.path else 0
-    p = probabilities(scored.logits[row, None], replace(sampling, temperature=1.0) if sampling.greedy else sampling)
+    p = probabilities(scored.logits[row, None], sampling.warm)
     return float(torch.special.entr(p).sum())
 
 

@@ -88,8 +88,6 @@ class Sequence:
     @property
     def noise(self) -> TargetNoise:
         """The target's random numbers for a tree at the end of the text."""
-        for position in [position for position in self.exponentials if position < self.num_output]:
-            del self.exponentials[position]
         return TargetNoise(self.request.sampling.seed, self.num_output, self.vocab_size, self.exponentials)
 
     @property

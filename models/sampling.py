@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from struct import pack
 from types import MappingProxyType
@@ -106,6 +106,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def warm(self) -> SamplingParams:
+        """The same, at temperature 1 if greedy: for what is drawn or measured on behalf of a request that draws nothing."""
+        return replace(self, temperature=1.0) if self.greedy else self
 
     @property
     def penalizes(self) -> bool:

@@ -50,7 +50,6 @@ def trace_shapes(
     minutes: Annotated[float | None, typer.Option(min=0, help="Begin no further answer after these.")] = None,
 ) -> None:
     """Label roots along answers, one per prompt and temperature, with the expected tokens of every delayed tree."""
-    from dataclasses import replace
     from itertools import product
 
     from app.calibration import profile_for
@@ -91,7 +90,6 @@ def trace_shapes(
 
     # The engine's thread is gone; from here on this one computes, and it alone.
     target, start, count = engine.target, time.monotonic(), 0
-    plan = LabelPlan(target, drafter, LAWS[verifier], samplings[0], engine.stop_tokens, trees, stride)
 
     def memory_of(text: Text, layers: tuple[int, ...]) -> Memory:
         return read_text(target, text.tokens, layers, chunk=settings.prefill_chunk)
@@ -102,8 +100,9 @@ def trace_shapes(
             if minutes is not None and time.monotonic() - start > 60 * minutes:
                 say(f"time is over; {len(texts) - place} answers are left out")
                 break
+            plan = LabelPlan(target, drafter, LAWS[verifier], sampling, engine.stop_tokens, trees, stride)
             try:
-                for label in label_text(text, number, replace(plan, sampling=sampling), memory_of):
+                for label in label_text(text, number, plan, memory_of):
                     file.write(label_line(label))
                     count += 1
             except (NoDistribution, OutOfRows) as refusal:
